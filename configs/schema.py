@@ -1,0 +1,294 @@
+"""One typed schema for a whole run: every component reads the same YAML file through `load`.
+
+A section is one class. `null` in a draft's dimensions means "as the verifier". Relative paths are relative to the working
+directory. Bad input raises `ConfigError` with one line: file, key, value, what would be valid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Bytes = Annotated[int, Field(gt=0)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is one line."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Verifier(Section):
+    """The large model whose answers are verified: a Hugging Face folder or hub id."""
+
+    path: str
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    trust_remote_code: bool = False
+
+
+class Data(Section):
+    """The tokenised data set that `extract.prepare_data` writes and training reads."""
+
+    path: Path
+    length: Positive = 8192  # tokens a sample
+    min_supervised: Positive = 16  # two blocks
+
+
+class Rollout(Section):
+    """How the verifier answers prompts (`extract.rollout`)."""
+
+    max_tokens: Positive = 1024
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    concurrency: Positive = 32
+
+
+class Extract(Section):
+    """One extractor: the engine that runs the verifier and publishes its states."""
+
+    engine: Literal["transformers"] = "transformers"
+    host: str = "127.0.0.1"
+    threads: Positive = 1
+    max_model_len: Positive = 8193  # a sample of `data.length` tokens and the one token that engines insist on generating
+    batch_size: Positive = 32  # rows decoded together
+    batch_tokens: Positive = 2048  # prefilled together
+    drain_s: Annotated[float, Field(ge=0)] = 30.0
+
+
+class Store(Section):
+    """Where states go. Streaming objects and the durable cache have a byte budget each."""
+
+    kind: Literal["local"] = "local"
+    path: Path  # of the streaming objects: a memory file system is best
+    bytes: Bytes = 1 << 30
+    keep: bool = False  # also put what was fetched into the durable cache
+    cache_path: Path | None = None
+    cache_bytes: Bytes = 8 << 30
+
+    @model_validator(mode="after")
+    def _cache_has_a_place(self):
+        if self.keep and self.cache_path is None:
+            raise ValueError("store.keep needs store.cache_path")
+        return self
+
+
+class Pool(Section):
+    """A rank's view of the extractors."""
+
+    deadline_s: Annotated[float, Field(gt=0)] = 900.0  # of one request
+    attempts: Positive = 5
+    in_flight: Positive = 4
+    look_ahead: Positive = 16  # samples asked for before they are needed
+
+
+class Init(Section):
+    """Warm start, each part by itself; `random` is the other value."""
+
+    layers: Literal["verifier", "random"] = "random"  # the verifier's last layers, where shapes fit
+    markov: Literal["bigram", "random"] = "random"  # SVD of the data's bigram PMI
+    taps: Literal["scaled", "random"] = "random"  # one scale per tap dimension, folded into the projection on export
+    projection: Literal["last_tap", "random"] = "random"  # identity on the last tap
+
+
+class Draft(Section):
+    """The draft. Taps are aux ids: tap `a` is the residual stream after `a` verifier layers."""
+
+    taps: tuple[Positive, ...]
+    layers: Positive = 5
+    block_size: Annotated[int, Field(gt=1)] = 8
+    mask_token_id: Annotated[int, Field(ge=0)]
+    markov_rank: Positive = 256
+    causal: bool = False  # inside a block
+    window: Positive | None = None  # sliding window of tokens, by the engine's rule; null: full attention
+    hidden_size: Positive | None = None
+    intermediate_size: Positive | None = None
+    heads: Positive | None = None
+    kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    vocab_size: Positive | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    init: Init = Init()
+
+    @field_validator("taps")
+    @classmethod
+    def _ascending(cls, taps):
+        if not taps or list(taps) != sorted(set(taps)):
+            raise ValueError(f"taps must be ascending and distinct (engines concatenate in layer order), e.g. {sorted(set(taps))}")
+        return taps
+
+
+class Loss(Section):
+    """The objective: weighted terms of each slot, all weighted by exp(-slot / decay_gamma)."""
+
+    terms: dict[Literal["ce", "ce_argmax", "l1", "tv"], Annotated[float, Field(gt=0)]] = {"ce": 0.1, "l1": 0.9}
+    confidence: Annotated[float, Field(ge=0)] = 1.0
+    decay_gamma: Annotated[float, Field(gt=0)] = 4.0
+    denominator: Literal["weighted", "slots"] = "weighted"
+    chunk_bytes: Bytes = 256 << 20  # of logits held at once
+
+    @field_validator("terms")
+    @classmethod
+    def _some_term(cls, terms):
+        if not terms:
+            raise ValueError("at least one of ce, ce_argmax, l1, tv")
+        return terms
+
+
+class Muon(Section):
+    lr: Annotated[float, Field(gt=0)] | None = None  # null: train.lr
+    scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"
+    momentum: Fraction = 0.95
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    newton_schulz_steps: Positive = 5
+
+
+class Train(Section):
+    """The training loop. A step is `global_batch` samples of the global order, however many ranks share them."""
+
+    epochs: Positive = 1
+    max_steps: Positive | None = None
+    global_batch: Positive = 8
+    micro_tokens: Positive = 8192  # packed tokens of one micro-step
+    num_anchors: Positive = 512  # of one sample
+    grow_slots: Fraction = 0.0  # blocks of 2, then 4, then all slots over this share of the run
+    optimizer: Literal["muon", "adamw"] = "muon"
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    warmup_ratio: Fraction = 0.03
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01  # of what AdamW updates
+    markov_lr_scale: Annotated[float, Field(gt=0)] = 1.0
+    muon: Muon = Muon()
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    threads: Positive = 1  # CPU threads of one rank
+    checkpoint_every: Positive = 500  # steps
+    log_every: Positive = 20  # steps
+
+
+class Evaluate(Section):
+    """Acceptance: closed-loop decoding and its offline simulation on held-out rollouts."""
+
+    max_tokens: Positive = 128
+    batch_size: Positive = 32
+    threads: Positive = 1
+
+
+class Launch(Section):
+    """Roles that `slurm.launch` starts on this machine."""
+
+    trainers: Positive = 1
+    ready_s: Annotated[float, Field(gt=0)] = 1800.0  # an extractor answers by then
+    grace_s: Annotated[float, Field(ge=0)] = 10.0  # between SIGTERM and SIGKILL
+
+
+class Config(Section):
+    run_dir: Path
+    seed: int = 0
+    verifier: Verifier
+    data: Data
+    rollout: Rollout = Rollout()
+    extract: Extract = Extract()
+    store: Store
+    pool: Pool = Pool()
+    draft: Draft
+    loss: Loss = Loss()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    launch: Launch = Launch()
+
+    @model_validator(mode="after")
+    def _sections_agree(self):
+        if self.extract.max_model_len <= self.data.length:
+            raise ValueError(
+                f"extract.max_model_len: {self.extract.max_model_len} must exceed data.length ({self.data.length}) by one token at least"
+            )
+        return self
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read `path` and apply overrides such as `train.lr=2e-4` (values are YAML).
+
+    Raises ConfigError: no such file, not YAML, unknown key, impossible value.
+    """
+    try:
+        tree = yaml.load(Path(path).read_text(), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections, got {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def config_argument(parser: argparse.ArgumentParser) -> None:
+    """Give a command the arguments that every command shares: CONFIG and overrides."""
+    parser.add_argument("config", metavar="CONFIG", help="recipe, e.g. configs/smollm2_embedded.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, e.g. train.lr=2e-4")
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> tuple[argparse.Namespace, Config]:
+    """Parse a command line that has `config_argument`'s; a bad recipe ends the command with one line and status 2."""
+    args = parser.parse_intermixed_args(argv)
+    try:
+        return args, load(args.config, args.overrides)
+    except ConfigError as error:
+        sys.exit(_fail(parser.prog, error))
+
+
+def _fail(prog: str, error: Exception) -> int:
+    print(f"{prog}: {error}", file=sys.stderr)
+    return 2
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats: `2e-4` is a number, as everybody expects."""
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789."))
+
+
+def _apply(tree: dict, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {override!r}: expected key=value, e.g. train.lr=2e-4")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {parent} is not a section")
+    tree[leaf] = yaml.load(text, Loader=_Loader)
+
+
+def _explain(item: dict) -> str:
+    """One clause for one of pydantic's errors."""
+    key = ".".join(str(part) for part in item["loc"] if part != "[key]")
+    if item["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(item["loc"][-1]), _keys(item["loc"][:-1]), 1)
+        return f"unknown key {key}" + (f" (did you mean {near[0]}?)" if near else f" (valid: {', '.join(_keys(item['loc'][:-1]))})")
+    if item["type"] == "missing":
+        return f"{key} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    return message if not key else f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _keys(location: tuple) -> list[str]:
+    section = Config
+    for part in location:
+        section = section.model_fields[part].annotation
+    return sorted(section.model_fields)
