@@ -1,0 +1,160 @@
+"""The objective of all slots in one pass over chunks of the vocabulary-sized logits, with closed-form gradients.
+
+Per slot, with z the draft's logits (Markov bias included), p = softmax(z), q the teacher's distribution:
+    ce         -log p[token of the data]
+    ce_argmax  -log p[argmax q]
+    tv         1 - sum min(p, q)
+    l1         2 tv = sum |p - q|
+and, on the confidence head, the binary cross-entropy against sum min(p, q). Every term takes the slot's weight
+exp(-k / gamma). Sums are raw: the trainer divides them by the normaliser of the whole step, over all ranks.
+
+No [slots, vocabulary] tensor outlives its chunk. The gradient with respect to z is linear in the terms, so it is formed in
+the forward pass, while p and q are at hand, and multiplied by the head and Markov matrices at once:
+    d ce / dz = p - onehot,    d tv / dz = -p * (1[p <= q] - sum over {p <= q} of p)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs.schema import Loss
+
+
+@dataclass
+class Slots:
+    """Valid slots, in any order. S slots, R distinct teacher rows.
+
+    hidden [S, Hd] final-normed draft states · previous [S] token right before the predicted one · labels [S] the data's token
+    · weights [S] · teacher [R, H] final-normed verifier states · teacher_row [S] in 0..R-1, the row that predicts the label.
+    """
+
+    hidden: Tensor
+    previous: Tensor
+    labels: Tensor
+    weights: Tensor
+    teacher: Tensor
+    teacher_row: Tensor
+
+
+@dataclass
+class SlotTerms:
+    """Sum of weight * terms (differentiable), and what each slot measured (detached, [S])."""
+
+    weighted_sum: Tensor
+    ce: Tensor
+    tv: Tensor
+    accepted: Tensor  # argmax of the draft is the teacher's: greedy decoding would accept the slot
+    label_hit: Tensor  # argmax of the draft is the data's token
+
+
+def slot_weights(block_size: int, gamma: float, device: torch.device | None = None) -> Tensor:
+    """exp(-k / gamma) for slot k, fp32 [B]; slot 0 weighs 1."""
+    return torch.exp(-torch.arange(block_size, device=device, dtype=torch.float32) / gamma)
+
+
+def slot_terms(slots: Slots, markov_w1: Tensor, markov_w2: Tensor, head: Tensor, loss: Loss) -> SlotTerms:
+    """Evaluate the vocabulary terms of all slots. head [V, Hd] is shared by draft and teacher; markov_w1, markov_w2 [V, r].
+
+    Softmax statistics are fp32 (fp64 for fp64 inputs), matrix products have the dtype of `head`.
+    """
+    order = torch.argsort(slots.teacher_row, stable=True)  # each teacher row is computed once, beside the slots that it teaches
+    bounds = list(_chunks(slots.teacher_row[order], head.shape[0], loss.chunk_bytes))
+    embedding = F.embedding(slots.previous[order], markov_w1)
+    constants = (slots.labels[order], slots.weights[order], slots.teacher, slots.teacher_row[order], head)
+    results = _ChunkedTerms.apply(slots.hidden[order], embedding, markov_w2, constants, bounds, loss.terms)
+    back = torch.argsort(order)
+    return SlotTerms(results[0], *(result[back] for result in results[1:]))
+
+
+def confidence_sum(logits: Tensor, overlap: Tensor, weights: Tensor) -> Tensor:
+    """Sum of weight * BCE of the confidence logits [S] against the soft target sum min(p, q) [S], which has no gradient."""
+    return (F.binary_cross_entropy_with_logits(logits.float(), overlap.detach().float(), reduction="none") * weights).sum()
+
+
+def normaliser(valid_weights: Tensor, denominator: str) -> Tensor:
+    """N of the slots with weights [S]: their sum (`weighted`, the paper) or their number (`slots`, the RedHat card)."""
+    return valid_weights.sum() if denominator == "weighted" else valid_weights.new_tensor(len(valid_weights))
+
+
+def _chunks(rows: Tensor, vocabulary: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of slots (sorted by teacher row) within the byte budget, cut where the teacher row changes.
+
+    A chunk holds about five fp32 [slots, vocabulary] tensors: both logits, both distributions, the gradient.
+    """
+    budget = max(1, chunk_bytes // (5 * 4 * vocabulary))
+    stops = (torch.nonzero(rows.diff()).flatten() + 1).tolist()
+    start = last = 0
+    for stop in [*stops, len(rows)]:
+        if stop - start > budget and last > start:
+            yield start, last
+            start = last
+        last = stop
+    if last > start:
+        yield start, last
+
+
+class _ChunkedTerms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, embedding, markov_w2, constants, bounds, terms):
+        labels, weights, teacher, rows, head = constants
+        statistics = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=statistics, device=hidden.device)
+        ce, tv = (torch.zeros(len(labels), dtype=statistics, device=hidden.device) for _ in range(2))
+        accepted, label_hit = (torch.zeros(len(labels), dtype=torch.bool, device=hidden.device) for _ in range(2))
+        train = any(ctx.needs_input_grad[:3])
+        grads = [torch.zeros_like(x) for x in (hidden, embedding, markov_w2)] if train else []
+        for start, stop in bounds:
+            part = slice(start, stop)
+            first = int(rows[start])
+            q = (teacher[first : int(rows[stop - 1]) + 1].to(head.dtype) @ head.mT).to(statistics).softmax(-1)
+            q = q[rows[part] - first]
+            z = (hidden[part].to(head.dtype) @ head.mT).to(statistics)
+            z = z + (embedding[part].to(head.dtype) @ markov_w2.to(head.dtype).mT).to(statistics)
+            best, label = q.argmax(-1), labels[part]
+            guess = z.argmax(-1)
+            log_normaliser = z.logsumexp(-1)
+            ce[part] = log_normaliser - z.gather(-1, label[:, None]).squeeze(-1)
+            ce_argmax = log_normaliser - z.gather(-1, best[:, None]).squeeze(-1)
+            p = z.sub_(log_normaliser[:, None]).exp_()
+            tv[part] = 1 - torch.minimum(p, q).sum(-1)
+            accepted[part], label_hit[part] = guess == best, guess == label
+            values = {"ce": ce[part], "ce_argmax": ce_argmax, "tv": tv[part], "l1": 2 * tv[part]}
+            weight = weights[part].to(statistics)
+            total += sum(alpha * (weight * values[name]).sum() for name, alpha in terms.items())
+            if train:
+                _accumulate(
+                    grads, part, _logit_gradient(p, q, label, best, terms).mul_(weight[:, None]), hidden, embedding, markov_w2, head
+                )
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(ce, tv, accepted, label_hit)
+        return total, ce, tv, accepted, label_hit
+
+    @staticmethod
+    def backward(ctx, upstream, *_):
+        return *(gradient * upstream.to(gradient.dtype) for gradient in ctx.saved_tensors), None, None, None
+
+
+def _logit_gradient(p: Tensor, q: Tensor, label: Tensor, best: Tensor, terms: dict[str, float]) -> Tensor:
+    """d terms / dz of each slot [S, V]; overwrites p."""
+    overlap = terms.get("tv", 0.0) + 2 * terms.get("l1", 0.0)
+    below = p <= q
+    mass = (p * below).sum(-1, keepdim=True)
+    cross_entropy = terms.get("ce", 0.0) + terms.get("ce_argmax", 0.0)
+    gradient = p.mul_((cross_entropy + overlap * mass) - overlap * below)
+    for name, target in (("ce", label), ("ce_argmax", best)):
+        if name in terms:
+            gradient.scatter_add_(-1, target[:, None], torch.full_like(mass, -terms[name]))
+    return gradient
+
+
+def _accumulate(grads: list[Tensor], part: slice, gradient: Tensor, hidden, embedding, markov_w2, head) -> None:
+    """Push d/dz of one chunk into the gradients of hidden, Markov embedding and Markov output matrix."""
+    gradient = gradient.to(head.dtype)
+    grads[0][part] = (gradient @ head).to(hidden.dtype)
+    grads[1][part] = (gradient @ markov_w2.to(head.dtype)).to(embedding.dtype)
+    grads[2] += (gradient.mT @ embedding[part].to(head.dtype)).to(markov_w2.dtype)
