@@ -142,7 +142,7 @@ class _ChunkedTerms(torch.autograd.Function):
 def _logit_gradient(p: Tensor, q: Tensor, label: Tensor, best: Tensor, terms: dict[str, float]) -> Tensor:
     """d terms / dz of each slot [S, V]; overwrites p."""
     overlap = terms.get("tv", 0.0) + 2 * terms.get("l1", 0.0)
-    below = p <= q
+    below = (p <= q).to(p.dtype)
     mass = (p * below).sum(-1, keepdim=True)
     cross_entropy = terms.get("ce", 0.0) + terms.get("ce_argmax", 0.0)
     gradient = p.mul_((cross_entropy + overlap * mass) - overlap * below)

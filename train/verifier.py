@@ -1,0 +1,64 @@
+"""The three tensors of the verifier that training needs: embedding, final norm, output head, read by index from the
+safetensors files. The model itself is never built."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from store.verifier import tensor_index, text_config
+
+
+def read_tensor(path: str, pattern: str) -> Tensor | None:
+    """The one tensor of a verifier whose name ends with the regular expression `pattern`, whatever prefix nests it.
+
+    None if there is none; ValueError if several match.
+    """
+    index = tensor_index(path)
+    names = [name for name in index if re.search(rf"(^|\.){pattern}$", name)]
+    if len(names) > 1:
+        raise ValueError(f"{path}: {len(names)} tensors match {pattern}: {', '.join(sorted(names)[:3])}")
+    if not names:
+        return None
+    with safe_open(index[names[0]], framework="pt") as file:
+        return file.get_tensor(names[0])
+
+
+@dataclass
+class FrozenVerifier:
+    """embedding [V, H], final norm [H] with the verifier's own eps, head [V, H] (the embedding itself where tied)."""
+
+    embedding: Tensor
+    norm: Tensor
+    eps: float
+    head: Tensor
+
+    @classmethod
+    def load(cls, path: str, dtype: torch.dtype, device: torch.device) -> FrozenVerifier:
+        """Raises ValueError naming the tensor that the checkpoint lacks."""
+        config = text_config(path)
+        embedding = read_tensor(path, r"(embed_tokens|wte|embed_in)\.weight")
+        norm = read_tensor(path, r"(?<!layers\.)(?:model\.)(norm|final_layernorm)\.weight")
+        head = read_tensor(path, r"lm_head\.weight")
+        if head is None and config.get("tie_word_embeddings", True):
+            head = embedding
+        for name, tensor in (("embedding", embedding), ("final norm", norm), ("output head", head)):
+            if tensor is None:
+                raise ValueError(f"{path}: no {name} among its {len(tensor_index(path))} tensors")
+        embedding = embedding.to(device, dtype)
+        head = embedding if head.shape == embedding.shape and config.get("tie_word_embeddings") else head.to(device, dtype)
+        return cls(embedding, norm.to(device, torch.float32), config["rms_norm_eps"], head)
+
+    def final_norm(self, last: Tensor) -> Tensor:
+        """Pre-norm last states [..., H] → what the head reads; computed in fp32 at least."""
+        x = last.to(torch.promote_types(last.dtype, torch.float32))
+        return F.rms_norm(x, self.norm.shape, self.norm.to(x.dtype), self.eps)
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Pre-norm last states [..., H] → logits [..., V]."""
+        return self.final_norm(last).to(self.head.dtype) @ self.head.mT
