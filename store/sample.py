@@ -1,0 +1,134 @@
+"""The states of one sample on their way: slices first, then the manifest that makes them a sample.
+
+States are one contiguous CPU tensor [T, m+1, H] in the engine's dtype: m taps in ascending order, then the last state.
+A sample is named "run/rank/sequence/attempt" by whoever asks for it; its objects are "<name>/manifest" and "<name>/<part>".
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from pydantic import BaseModel, ValidationError
+from torch import Tensor
+
+from store.contract import StateContract, require_same
+from store.objects import ObjectStore, Torn
+
+MAX_PARTS = 64  # of one sample: `discard` needs no manifest to find them all
+
+
+class Slice(BaseModel):
+    """Tokens start..stop of a sample: one object, put by one rank of the engine."""
+
+    object: str
+    start: int
+    stop: int
+    bytes: int
+    crc32: int
+
+
+class Manifest(BaseModel):
+    """Published last: what was put, by which contract, of which tokens."""
+
+    name: str
+    contract: StateContract
+    token_ids: list[int]
+    rows_shape: tuple[int, int]  # (m+1, H) of one token
+    dtype: str
+    codec: str
+    slices: list[Slice]
+
+
+def put_slice(store: ObjectStore, name: str, part: int, states: Tensor, start: int) -> Slice:
+    """Put `states` [t, m+1, H], those of tokens start..start+t, as one object of the sample `name`. Raises Full, Gone."""
+    if not 0 <= part < MAX_PARTS:
+        raise ValueError(f"{name}: part {part} is outside 0..{MAX_PARTS - 1}")
+    data = bytes_of(states)
+    store.put(f"{name}/{part}", data)
+    return Slice(object=f"{name}/{part}", start=start, stop=start + len(states), bytes=data.nbytes, crc32=zlib.crc32(data))
+
+
+def publish(store: ObjectStore, name: str, contract: StateContract, token_ids: list[int], slices: list[Slice]) -> None:
+    """Make a sample readable. The slices must cover the tokens exactly (ValueError). Raises Full, Gone."""
+    slices = sorted(slices, key=lambda piece: piece.start)
+    if problem := _gap(slices, len(token_ids)):
+        raise ValueError(f"{name}: {problem}")
+    planes = len(contract.taps) + 1
+    width = slices[0].bytes // (slices[0].stop - slices[0].start) // planes // getattr(torch, contract.dtype).itemsize
+    manifest = Manifest(
+        name=name,
+        contract=contract,
+        token_ids=token_ids,
+        rows_shape=(planes, width),
+        dtype=contract.dtype,
+        codec=contract.codec,
+        slices=slices,
+    )
+    store.replace(f"{name}/manifest", manifest.model_dump_json().encode())
+
+
+def fetch(store: ObjectStore, name: str, contract: StateContract, token_ids: list[int], out: Tensor) -> Manifest:
+    """Read a sample into `out` [T, m+1, H], which may be a view of a packed batch, and prove that it is what was asked for.
+
+    Raises Lost, Gone; ContractMismatch with the fields that differ; Torn with cause `torn` (manifest), `tokens`, `shape`,
+    `size`, `checksum` or `non_finite`. After any of them `out` holds rubbish. ValueError: `out` itself is unfit.
+    """
+    if out.dim() != 3 or len(out) != len(token_ids) or dtype_name(out) != contract.dtype:
+        wanted = f"[{len(token_ids)}, m+1, H] {contract.dtype}"
+        raise ValueError(f"{name}: out is {list(out.shape)} {dtype_name(out)}, the states are {wanted}")
+    view = bytes_of(out)
+    try:
+        manifest = Manifest.model_validate_json(store.read(f"{name}/manifest"))
+    except ValidationError:
+        raise Torn(f"{name}: the manifest cannot be read") from None
+    require_same(contract, manifest.contract, f"states of {name}")
+    if manifest.token_ids != list(token_ids):
+        raise Torn(f"{name}: states of other tokens", cause="tokens")
+    if (*manifest.rows_shape, manifest.dtype, manifest.codec) != (*out.shape[1:], contract.dtype, contract.codec):
+        raise Torn(f"{name}: a token's states are {manifest.rows_shape} {manifest.dtype}, not {tuple(out.shape[1:])}", cause="shape")
+    if problem := _gap(manifest.slices, len(token_ids)):
+        raise Torn(f"{name}: {problem}")
+    row = view.nbytes // len(out)
+    for piece in manifest.slices:
+        target = view[piece.start * row : piece.stop * row]
+        if piece.bytes != target.nbytes:
+            raise Torn(f"{piece.object}: {piece.bytes} bytes, tokens {piece.start}..{piece.stop} take {target.nbytes}", cause="size")
+        store.read_into(piece.object, target)
+        if zlib.crc32(target) != piece.crc32:
+            raise Torn(f"{piece.object}: checksum differs", cause="checksum")
+    if not all_finite(out):
+        raise Torn(f"{name}: states are not finite", cause="non_finite")
+    return manifest
+
+
+def discard(store: ObjectStore, name: str, parts: int = MAX_PARTS) -> None:
+    """Remove a sample, finished or not: the manifest first, so that nobody finds half of it. Raises Gone."""
+    store.remove([f"{name}/manifest", *(f"{name}/{part}" for part in range(parts))])
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The flat bytes of a CPU tensor of any dtype, not a copy. ValueError: not contiguous, empty, or on another device."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
+        layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
+        raise ValueError(f"states must be a contiguous, non-empty CPU tensor, got {list(tensor.shape)} on {tensor.device}, {layout}")
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def all_finite(states: Tensor) -> bool:
+    """Whether no value is NaN or infinite; one pass, no temporary (both extremes of a tensor with a NaN are NaN)."""
+    return bool(torch.stack(states.aminmax()).isfinite().all())
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """As in a contract: "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _gap(slices: list[Slice], tokens: int) -> str | None:
+    """What is wrong with ascending slices that should cover 0..tokens without a gap."""
+    ends = [0, *(piece.stop for piece in slices)]
+    starts = [*(piece.start for piece in slices), tokens]
+    if ends != starts or any(piece.stop <= piece.start for piece in slices):
+        return f"slices {[(piece.start, piece.stop) for piece in slices]} do not cover {tokens} tokens"
+    return None
