@@ -35,6 +35,7 @@ class Verifier(Section):
     path: str
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     trust_remote_code: bool = False
+    margin: Annotated[float, Field(ge=0)] | None = None  # top-2 gap of logits under which argmax is rounding; null: 1e-3 fp32, 0.25 bf16
 
 
 class Data(Section):

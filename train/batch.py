@@ -69,10 +69,12 @@ class Document:
 @dataclass
 class Batch:
     """One micro-step. `states` [T, m + 1, H] is the buffer that samples land in; a document whose states could not be made
-    is left out of `documents` and contributes nothing."""
+    is left out of `documents` and contributes nothing. `last`: the optimizer steps after this micro-step."""
 
+    step: int
     documents: list[Document]
     states: Tensor
+    last: bool
 
     @property
     def tokens(self) -> int:

@@ -10,18 +10,16 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from configs.schema import Config
+from store.contract import Contract
 from store.verifier import text_config
 from train.attention import attend, rotate
 
 
-class DraftContract(BaseModel):
+class DraftContract(Contract):
     """What a draft is, with every dimension resolved: it travels in checkpoints and exports."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     taps: tuple[int, ...]
     block_size: int

@@ -41,7 +41,10 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                momentum = state["momentum"]
                 momentum.lerp_(parameter.grad, 1 - self.config.momentum)
                 update = orthogonalise(parameter.grad.lerp(momentum, self.config.momentum), self.config.newton_schulz_steps)
                 rows, cols = parameter.shape

@@ -1,0 +1,33 @@
+"""`torchrun … -m train CONFIG`: train a draft. `python -m train CONFIG --describe`: its tensors and parameters, not allocated."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from configs.schema import config_argument, parse
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="train", description=__doc__)
+    config_argument(parser)
+    parser.add_argument("--describe", action="store_true", help="print the draft's tensors and parameters and stop")
+    args, config = parse(parser)
+    if args.describe:
+        from train.draft import DraftContract, describe
+
+        print(describe(DraftContract.resolve(config)))
+        return
+    from store.contract import ContractMismatch
+    from store.verifier import VerifierError
+    from train.feed import FeedError
+    from train.loop import train
+
+    try:
+        train(config)
+    except (ContractMismatch, FeedError, VerifierError, FileNotFoundError) as error:
+        sys.exit(f"train: {error}")
+
+
+if __name__ == "__main__":
+    main()

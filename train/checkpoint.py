@@ -1,0 +1,60 @@
+"""Checkpoints: a folder per step, complete or absent, and a pointer to the latest."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from store.contract import DataContract, StateContract, require_same
+from train.draft import Draft, DraftContract
+
+
+def save(root: Path, step: int, draft: Draft, optimizers: list, contracts: dict) -> Path:
+    """Write fp32 weights, optimizer states and contracts of a finished step; the folder appears whole and `latest` follows."""
+    final = root / f"step_{step:08d}"
+    temporary = root / f".{final.name}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file({name: tensor.contiguous() for name, tensor in draft.state_dict().items()}, temporary / "draft.safetensors")
+    torch.save([optimizer.state_dict() for optimizer in optimizers], temporary / "optimizers.pt")
+    record = {"step": step} | {name: contract.model_dump() for name, contract in contracts.items()}
+    (temporary / "checkpoint.json").write_text(json.dumps(record, indent=1))
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    pointer = root / ".latest"
+    pointer.write_text(final.name)
+    pointer.replace(root / "latest")
+    return final
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint of a run, None before the first."""
+    pointer = root / "latest"
+    return root / pointer.read_text() if pointer.exists() else None
+
+
+def load_draft(folder: Path) -> Draft:
+    """A draft and its contract from a checkpoint. Raises FileNotFoundError naming what is missing."""
+    for name in ("checkpoint.json", "draft.safetensors"):
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"{folder}: not a checkpoint, {name} is missing")
+    draft = Draft(DraftContract.model_validate(json.loads((folder / "checkpoint.json").read_text())["draft"]))
+    draft.load_state_dict(load_file(folder / "draft.safetensors"))
+    return draft
+
+
+def resume(folder: Path, draft: Draft, optimizers: list, contracts: dict) -> int:
+    """Load weights and optimizer states; returns the step to go on from. Refuses a run whose draft, states or data differ."""
+    record = json.loads((folder / "checkpoint.json").read_text())
+    kinds = {"draft": DraftContract, "states": StateContract, "data": DataContract}
+    for name, contract in contracts.items():
+        require_same(contract, kinds[name].model_validate(record[name]), f"{folder}: {name} contract")
+    draft.load_state_dict(load_file(folder / "draft.safetensors"))
+    for optimizer, state in zip(optimizers, torch.load(folder / "optimizers.pt", weights_only=True), strict=True):
+        optimizer.load_state_dict(state)
+    return record["step"]

@@ -1,0 +1,154 @@
+"""The training run of one rank, from handshake to last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from datasets import Dataset, load_from_disk
+from torch import Tensor
+
+from configs.schema import Config
+from extract.pool import Pool
+from store.contract import Contract, ContractMismatch, DataContract
+from train import checkpoint
+from train.batch import Batch, block_size_at, place
+from train.draft import Draft, DraftContract, initialise
+from train.feed import Feed, FeedError
+from train.handshake import handshake
+from train.log import Log, Stopwatch, summarise
+from train.optimizer import build_optimizers, set_learning_rate
+from train.step import SUMS, run
+from train.verifier import FrozenVerifier
+from train.warmstart import warm_start
+from train.world import World, world
+
+WARM_START_SAMPLES = 8  # whose states show the scales of the taps
+
+
+@dataclass
+class Run:
+    """What a step works with."""
+
+    config: Config
+    world: World
+    feed: Feed
+    draft: Draft
+    frozen: FrozenVerifier
+    optimizers: list[torch.optim.Optimizer]
+    contracts: dict[str, Contract]
+
+
+def train(config: Config) -> None:
+    """Train a draft as `config` says, or go on from the run's latest checkpoint; every rank of a torchrun world calls it.
+
+    Raises ContractMismatch (the engine, the data or the checkpoint are not what the recipe means) and FeedError.
+    """
+    with world() as ranks:
+        torch.set_num_threads(config.train.threads)
+        torch.set_float32_matmul_precision("high")
+        dataset = load_from_disk(config.data.path).with_format("numpy")
+        spec = DraftContract.resolve(config)
+        frozen = FrozenVerifier.load(config.verifier.path, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32, ranks.device)
+        feed = Feed(dataset, config, spec.hidden_size, Pool(config), ranks.rank, ranks.size)
+        try:
+            feed.contract = _agree(config, ranks, feed, frozen, dataset)
+            data = DataContract.model_validate_json((config.data.path / "data_contract.json").read_text())
+            contracts = {"draft": spec, "states": feed.contract, "data": data}
+            draft = Draft(spec).to(ranks.device)
+            training = Run(config, ranks, feed, draft, frozen, build_optimizers(draft, config.train), contracts)
+            first = _start(training, dataset)
+            _steps(training, first)
+        finally:
+            feed.close()
+
+
+def _agree(config: Config, ranks: World, feed: Feed, frozen: FrozenVerifier, dataset: Dataset):
+    """Rank 0 shakes hands with the engine; the others get the state contract, or the reason why there is none."""
+    contract = refusal = None
+    if ranks.rank == 0:
+        prompts = (record["input_ids"][: max(1, int(record["loss_mask"].argmax()))].tolist() for record in dataset)
+        try:
+            contract = handshake(config, feed.pool, feed.store, frozen, islice(prompts, 64))
+        except ContractMismatch as error:
+            refusal = str(error)
+    contract, refusal = ranks.object_from_rank_0((contract, refusal))
+    if refusal:
+        raise ContractMismatch(f"handshake: {refusal}")
+    frozen.last = contract.last
+    return contract
+
+
+def _start(training: Run, dataset: Dataset) -> int:
+    """Weights of step `first`: the latest checkpoint's, or a warm start that rank 0 makes and shares."""
+    found = checkpoint.latest(training.config.run_dir / "checkpoints")
+    if found:
+        return checkpoint.resume(found, training.draft, training.optimizers, training.contracts)
+    if training.world.rank == 0:
+        initialise(training.draft, training.config.seed)
+        warm_start(training.draft, training.frozen, dataset, _first_states(training), training.config)
+    training.world.from_rank_0_(training.draft.state_dict().values())
+    return 0
+
+
+def _first_states(training: Run) -> Tensor:
+    """States [T, m + 1, H] of the first samples of the global order. Raises FeedError if none of them could be made."""
+    rows = place(0, len(training.feed.dataset), training.config).rows[:WARM_START_SAMPLES]
+    parts = [states for row in rows if (states := training.feed.states(row)) is not None]
+    if not parts:
+        raise FeedError(f"warm start: none of the samples {rows.tolist()} could be made: {dict(training.feed.drops)}")
+    return torch.cat(parts)
+
+
+def _steps(training: Run, first: int) -> None:
+    """All steps from `first` on: sums are raw until the normaliser of the whole step is known, on all ranks alike."""
+    config, ranks, total = training.config, training.world, training.feed.total
+    log = Log(config.run_dir, total, config.train.log_every) if ranks.rank == 0 else None
+    batches = training.feed.batches(first)
+    parameters = list(training.draft.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for step in range(first, total):
+        watch = Stopwatch(ranks.device)
+        lr = set_learning_rate(training.optimizers, step, total, config.train)
+        sums = _accumulate(training, batches, block_size_at(step, total, config), watch)
+        ranks.sum_([sums, *(parameter.grad for parameter in parameters)])
+        normaliser = float(sums[1])
+        if normaliser > 0:  # else no rank had a valid slot: the step is counted and changes nothing
+            for parameter in parameters:
+                parameter.grad.div_(normaliser)
+            torch.nn.utils.clip_grad_norm_(parameters, config.train.clip)
+            for optimizer in training.optimizers:
+                optimizer.step()
+        for parameter in parameters:
+            parameter.grad.zero_()
+        watch.mark("optimizer")
+        done = step + 1
+        if log:
+            means = summarise(sums[1 : 1 + len(SUMS)], sums[1 + len(SUMS) :].view(2, -1), float(sums[0]))
+            trouble = {"drops": dict(training.feed.drops), "retries": dict(training.feed.retries)}
+            log.step({"step": done, **means, "lr": lr, "seconds": watch.seconds, **trouble})
+        if ranks.rank == 0 and (done % config.train.checkpoint_every == 0 or done == total):
+            checkpoint.save(config.run_dir / "checkpoints", done, training.draft, training.optimizers, training.contracts)
+    if log:
+        log.close()
+
+
+def _accumulate(training: Run, batches: Iterator[Batch], block_size: int, watch: Stopwatch) -> Tensor:
+    """Backward through this rank's micro-steps of one step; returns [objective, counts, per slot] as one fp64 vector."""
+    device, last = training.world.device, False
+    sums = torch.zeros(1 + len(SUMS) + 2 * block_size, dtype=torch.float64)
+    while not last:
+        batch = next(batches)
+        watch.mark("fetch")
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            part = run(training.draft, training.frozen, batch, block_size, training.config.loss, device)
+        watch.mark("forward")
+        if part.objective.requires_grad:
+            part.objective.backward()
+        watch.mark("backward")
+        sums += torch.cat((part.objective.detach().double().cpu()[None], part.counts, part.per_slot.flatten()))
+        last = batch.last
+    return sums

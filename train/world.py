@@ -1,0 +1,55 @@
+"""The ranks of a run. Without torchrun a run is a world of one, and nothing here communicates."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its sum over ranks, in the same order on all of them."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def from_rank_0_(self, tensors: Iterable[Tensor]) -> None:
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
+    def object_from_rank_0(self, value):
+        """Rank 0's value (a small picklable one) on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+
+@contextmanager
+def world() -> Iterator[World]:
+    """Join the ranks that torchrun started: gloo on CPUs, nccl on GPUs (with gloo beside it for CPU tensors)."""
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if size > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(rank, size, device)
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
