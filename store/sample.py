@@ -35,8 +35,6 @@ class Manifest(BaseModel):
     contract: StateContract
     token_ids: list[int]
     rows_shape: tuple[int, int]  # (m+1, H) of one token
-    dtype: str
-    codec: str
     slices: list[Slice]
 
 
@@ -56,15 +54,7 @@ def publish(store: ObjectStore, name: str, contract: StateContract, token_ids: l
         raise ValueError(f"{name}: {problem}")
     planes = len(contract.taps) + 1
     width = slices[0].bytes // (slices[0].stop - slices[0].start) // planes // getattr(torch, contract.dtype).itemsize
-    manifest = Manifest(
-        name=name,
-        contract=contract,
-        token_ids=token_ids,
-        rows_shape=(planes, width),
-        dtype=contract.dtype,
-        codec=contract.codec,
-        slices=slices,
-    )
+    manifest = Manifest(name=name, contract=contract, token_ids=token_ids, rows_shape=(planes, width), slices=slices)
     store.replace(f"{name}/manifest", manifest.model_dump_json().encode())
 
 
@@ -74,19 +64,16 @@ def fetch(store: ObjectStore, name: str, contract: StateContract, token_ids: lis
     Raises Lost, Gone; ContractMismatch with the fields that differ; Torn with cause `torn` (manifest), `tokens`, `shape`,
     `size`, `checksum` or `non_finite`. After any of them `out` holds rubbish. ValueError: `out` itself is unfit.
     """
-    if out.dim() != 3 or len(out) != len(token_ids) or dtype_name(out) != contract.dtype:
-        wanted = f"[{len(token_ids)}, m+1, H] {contract.dtype}"
-        raise ValueError(f"{name}: out is {list(out.shape)} {dtype_name(out)}, the states are {wanted}")
-    view = bytes_of(out)
+    view = states_view(contract, token_ids, out)
     try:
         manifest = Manifest.model_validate_json(store.read(f"{name}/manifest"))
     except ValidationError:
         raise Torn(f"{name}: the manifest cannot be read") from None
     require_same(contract, manifest.contract, f"states of {name}")
-    if manifest.token_ids != list(token_ids):
+    if manifest.name != name or manifest.token_ids != list(token_ids):
         raise Torn(f"{name}: states of other tokens", cause="tokens")
-    if (*manifest.rows_shape, manifest.dtype, manifest.codec) != (*out.shape[1:], contract.dtype, contract.codec):
-        raise Torn(f"{name}: a token's states are {manifest.rows_shape} {manifest.dtype}, not {tuple(out.shape[1:])}", cause="shape")
+    if manifest.rows_shape != out.shape[1:]:
+        raise Torn(f"{name}: a token's states are {list(manifest.rows_shape)}, not {list(out.shape[1:])}", cause="shape")
     if problem := _gap(manifest.slices, len(token_ids)):
         raise Torn(f"{name}: {problem}")
     row = view.nbytes // len(out)
@@ -115,14 +102,17 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
 
 
+def states_view(contract: StateContract, token_ids: list[int], states: Tensor) -> memoryview:
+    """`bytes_of` a tensor that must hold these tokens' states by this contract; ValueError where it cannot."""
+    wanted, dtype = [len(token_ids), len(contract.taps) + 1], str(states.dtype).removeprefix("torch.")
+    if states.dim() != 3 or list(states.shape[:2]) != wanted or dtype != contract.dtype:
+        raise ValueError(f"states are [{wanted[0]}, {wanted[1]}, H] {contract.dtype} by contract, got {list(states.shape)} {dtype}")
+    return bytes_of(states)
+
+
 def all_finite(states: Tensor) -> bool:
     """Whether no value is NaN or infinite; one pass, no temporary (both extremes of a tensor with a NaN are NaN)."""
     return bool(torch.stack(states.aminmax()).isfinite().all())
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """As in a contract: "bfloat16"."""
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _gap(slices: list[Slice], tokens: int) -> str | None:

@@ -11,7 +11,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 UNRELATED = ("_name_or_path", "transformers_version")  # keys of config.json that say where a copy came from
 SAMPLE_BYTES = 4096  # read from the middle of a tensor
-SAMPLE_EXPERTS = 16  # tensors of one kind and layer: thousands of experts need not all be read
+SAMPLE_EXPERTS = 64  # tensors of a file that has thousands
 
 
 class VerifierError(ValueError):
@@ -57,14 +57,14 @@ def tensor_index(path: str | Path) -> dict[str, Path]:
     if index := find_file(path, INDEX):
         return {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     single = _need(path, SINGLE)
-    return dict.fromkeys(_tensors(single), single)
+    return dict.fromkeys(_header(single)[1], single)
 
 
 def fingerprint(path: str | Path) -> str:
-    """32 hex digits of what the verifier computes: its config, its tensors, and a sample of every tensor's content.
+    """32 hex digits of what the verifier computes: its config, its tensors, and a sample of the tensors' content.
 
     Equal for a copy under another name; different for a fine-tune of the same shapes. All weight files are needed (a hub id's
-    are fetched). Of a mixture of experts a spread of each layer's experts is read, so that 1.5 TB take seconds.
+    are fetched). Every tensor is sampled, but of a file's experts only some, so that 1.5 TB take seconds.
     """
     digest = hashlib.sha256()
     config = json.loads(
@@ -74,13 +74,15 @@ def fingerprint(path: str | Path) -> str:
     digest.update(json.dumps(config, sort_keys=True).encode())
     for name in sorted({file.name for file in tensor_index(path).values()}):
         file = _need(path, name)
-        tensors = _tensors(file)
+        data_start, tensors = _header(file)
         digest.update(json.dumps(tensors, sort_keys=True).encode())
+        experts = sorted(tensor for tensor in tensors if ".experts." in tensor)
+        sample = sorted(tensors.keys() - set(experts)) + experts[:: max(1, len(experts) // SAMPLE_EXPERTS)]
         with file.open("rb") as data:
-            for tensor in _spread(sorted(tensors)):
+            for tensor in sample:
                 begin, end = tensors[tensor]["data_offsets"]
                 take = min(SAMPLE_BYTES, end - begin)
-                data.seek(_data_start(file) + begin + (end - begin - take) // 2)
+                data.seek(data_start + begin + (end - begin - take) // 2)
                 digest.update(data.read(take))
     return digest.hexdigest()[:32]
 
@@ -91,34 +93,13 @@ def _need(path: str | Path, name: str) -> Path:
     raise VerifierError(f"{path}: has no {name}")
 
 
-def _data_start(file: Path) -> int:
-    """A safetensors file is the header's length (8 bytes, little-endian), the header (JSON), the data."""
+def _header(file: Path) -> tuple[int, dict[str, dict]]:
+    """Of a safetensors file: where the data starts, and {tensor: {dtype, shape, data_offsets}} (offsets within the data)."""
     with file.open("rb") as data:
-        return 8 + int.from_bytes(data.read(8), "little")
-
-
-def _tensors(file: Path) -> dict[str, dict]:
-    """Header of a safetensors file: {tensor: {dtype, shape, data_offsets}}."""
-    start = _data_start(file)
-    with file.open("rb") as data:
-        data.seek(8)
+        size = int.from_bytes(data.read(8), "little")
         try:
-            header = json.loads(data.read(start - 8))
+            tensors = json.loads(data.read(size))
         except (ValueError, MemoryError, OverflowError):
             raise VerifierError(f"{file}: not a safetensors file") from None
-    header.pop("__metadata__", None)
-    return header
-
-
-def _spread(names: list[str]) -> list[str]:
-    """All names, but of those that differ in their second number only (experts of one layer) a few, first and last among them."""
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        first, *rest = re.split(r"(?<=\d)(?=\D)", name, maxsplit=1)
-        kinds.setdefault(first + re.sub(r"\d+", "#", "".join(rest)), []).append(name)
-    few = SAMPLE_EXPERTS
-    return [
-        name
-        for kind in kinds.values()
-        for name in (kind if len(kind) <= few else [kind[i * (len(kind) - 1) // (few - 1)] for i in range(few)])
-    ]
+    tensors.pop("__metadata__", None)
+    return 8 + size, tensors
