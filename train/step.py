@@ -10,7 +10,7 @@ from torch import Tensor
 
 from configs.schema import Loss
 from train.batch import Batch, Document
-from train.draft import Context, Draft
+from train.draft import Draft
 from train.objective import Slots, confidence_sum, normaliser, slot_terms, slot_weights
 from train.verifier import FrozenVerifier
 
@@ -28,14 +28,6 @@ class Sums:
     objective: Tensor
     counts: Tensor
     per_slot: Tensor
-
-
-def block_states(draft: Draft, frozen: FrozenVerifier, context: Context, tokens: Tensor, anchors: Tensor, block_size: int) -> Tensor:
-    """Draft states [A, B, Hd] of all blocks of one document. tokens [T], anchors [A]."""
-    embedding = frozen.embedding[tokens[anchors]].float()
-    mask = frozen.embedding[draft.spec.mask_token_id].float()
-    slots = torch.cat((embedding[:, None], mask.expand(len(anchors), block_size - 1, -1)), 1)
-    return draft.block(slots[None], anchors[None], context)[0]
 
 
 def run(draft: Draft, frozen: FrozenVerifier, batch: Batch, block_size: int, loss: Loss, device: torch.device) -> Sums:
@@ -85,7 +77,8 @@ def _document(draft: Draft, frozen: FrozenVerifier, document: Document, states: 
     anchors = document.anchors.to(device)
     taps = states[document.start : document.stop, :-1].flatten(1).to(torch.float32)
     context = draft.context(taps[None], torch.arange(len(tokens), device=device)[None])
-    hidden = block_states(draft, frozen, context, tokens, anchors, block_size)[valid]
+    slots = frozen.slot_embeddings(tokens[anchors], draft.spec.mask_token_id, block_size)
+    hidden = draft.block(slots[None], anchors[None], context)[0][valid]
     slot = torch.arange(block_size, device=device).expand_as(valid)[valid]
     position = (anchors[:, None] + torch.arange(block_size, device=device))[valid]  # of the token right before the label
     return hidden, tokens[position], tokens[position + 1], document.start + position, slot, valid

@@ -66,3 +66,8 @@ class FrozenVerifier:
     def logits(self, last: Tensor) -> Tensor:
         """Last states [..., H] → logits [..., V]."""
         return self.final_norm(last).to(self.head.dtype) @ self.head.mT
+
+    def slot_embeddings(self, tokens: Tensor, mask_token_id: int, block_size: int) -> Tensor:
+        """Inputs [A, B, H] of blocks whose anchors are tokens [A]: slot 0 holds the anchor, the others the mask token."""
+        mask = self.embedding[mask_token_id].expand(len(tokens), block_size - 1, -1)
+        return torch.cat((self.embedding[tokens][:, None], mask), 1).float()

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import torch
-from scipy.sparse import coo_matrix
-from scipy.sparse.linalg import svds
 from torch import Tensor
 
 from configs.schema import Config
 from store.verifier import text_config
+from train.bigram import bigram_counts, bigram_factors
 from train.draft import Draft
 from train.verifier import FrozenVerifier, read_tensor
 
 FINAL_NORM_SCALE = 0.3  # at 1 the first cross-entropy was over 50: an untrained draft must not be that sure
-SMOOTHING = 1.0  # pseudo-count of the unigram in a bigram row
 NOISE = 0.02  # of the projection of the taps that are not passed through
 
 
@@ -35,8 +32,7 @@ def warm_start(draft: Draft, frozen: FrozenVerifier, dataset, states: Tensor, co
     if init.layers == "verifier":
         copy_layers(draft, frozen, states, config)
     if init.markov == "bigram":
-        pairs = [(record["input_ids"], record["loss_mask"]) for record in dataset]
-        first, second = bigram_factors(pairs, draft.spec.vocab_size, draft.spec.markov_rank)
+        first, second = bigram_factors(bigram_counts(dataset, draft.spec.vocab_size), draft.spec.markov_rank)
         draft.markov_head.markov_w1.weight.copy_(first)
         draft.markov_head.markov_w2.weight.copy_(second)
 
@@ -67,24 +63,3 @@ def copy_layers(draft: Draft, frozen: FrozenVerifier, states: Tensor, config: Co
         for projection, norm in ((layer.self_attn.q_proj, layer.self_attn.q_norm), (layer.self_attn.k_proj, layer.self_attn.k_norm)):
             norm.weight.fill_(projection(x).square().mean().sqrt())
     draft.norm.weight.copy_(FINAL_NORM_SCALE * frozen.norm)
-
-
-def bigram_factors(pairs: list[tuple[np.ndarray, np.ndarray]], vocabulary: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Markov factors W1, W2 [V, r] with W1[a] . W2[b] near log P(b | a) - log P(b), from (token ids, supervision) of the data.
-
-    A truncated SVD of the smoothed PMI of observed pairs, which is 0 for pairs never seen; the last column is the unigram's.
-    """
-    before = np.concatenate([ids[:-1][mask[1:] == 1] for ids, mask in pairs])
-    after = np.concatenate([ids[1:][mask[1:] == 1] for ids, mask in pairs])
-    counts = coo_matrix((np.ones(len(before)), (before, after)), shape=(vocabulary, vocabulary)).tocsr()
-    counts.sum_duplicates()
-    unigram = np.asarray(counts.sum(0)).ravel()
-    unigram = (unigram + 1) / (unigram + 1).sum()
-    counts.data = np.log1p(counts.data / (SMOOTHING * unigram[counts.indices]))
-    left, values, right = svds(counts, k=min(rank - 1, min(counts.shape) - 1), random_state=0)
-    first, second = np.zeros((vocabulary, rank)), np.zeros((vocabulary, rank))
-    first[:, : len(values)] = left * np.sqrt(values)
-    second[:, : len(values)] = right.T * np.sqrt(values)
-    frequent = np.log(unigram / unigram.min())
-    first[:, -1], second[:, -1] = 1.0, frequent - frequent.mean()
-    return torch.from_numpy(first).float(), torch.from_numpy(second).float()

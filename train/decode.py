@@ -1,0 +1,122 @@
+"""Closed-loop greedy speculative decoding: the draft proposes, the real verifier checks, both with their own KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from extract.hf import HFVerifier
+from train.draft import Context, Draft
+from train.verifier import FrozenVerifier
+
+
+@dataclass
+class Decoded:
+    """One answered prompt. `accepted[i]` and `emitted[i]`: drafts accepted and tokens emitted by verifier forward i after the
+    prefill (its bonus counts, the last block is cut at the end of the text); `gaps[j]`: the verifier's top-2 gap of logits
+    where response token j was chosen."""
+
+    response_ids: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+
+
+class DraftCache:
+    """Context keys and values of every draft layer, [R, length, kv_heads, head_dim], written as the verifier's states arrive."""
+
+    def __init__(self, draft: Draft, rows: int, length: int, device: torch.device):
+        shape = (rows, length, draft.spec.kv_heads, draft.spec.head_dim)
+        self.draft = draft
+        self.layers = [(torch.zeros(shape, device=device), torch.zeros(shape, device=device)) for _ in draft.layers]
+
+    def write(self, rows: Tensor, positions: Tensor, states: Tensor) -> None:
+        """States [R, Q, m + 1, H] of tokens at positions [R, Q]. What is later rejected is overwritten, and not seen before."""
+        new = self.draft.context(states[:, :, :-1].flatten(2).float(), positions)
+        for (keys, values), (key, value) in zip(self.layers, new.layers, strict=True):
+            keys[rows[:, None], positions] = key
+            values[rows[:, None], positions] = value
+
+    def read(self, rows: Tensor, length: int) -> Context:
+        return Context([(keys[rows, :length], values[rows, :length]) for keys, values in self.layers])
+
+
+def propose(draft: Draft, frozen: FrozenVerifier, context: Context, tokens: Tensor, anchors: Tensor) -> Tensor:
+    """Greedy drafts [R, B] after anchor tokens [R] at positions anchors [R]: one pass, then the Markov head slot by slot."""
+    slots = frozen.slot_embeddings(tokens, draft.spec.mask_token_id, draft.spec.block_size)
+    hidden = draft.block(slots[:, None], anchors[:, None], context)[:, 0]
+    logits = (hidden.to(frozen.head.dtype) @ frozen.head.mT).float()
+    markov, drafts = draft.markov_head, []
+    for slot in range(draft.spec.block_size):
+        bias = F.embedding(tokens, markov.markov_w1.weight) @ markov.markov_w2.weight.mT
+        tokens = (logits[:, slot] + bias).argmax(-1)
+        drafts.append(tokens)
+    return torch.stack(drafts, 1)
+
+
+@torch.no_grad()
+def speculate(verifier: HFVerifier, draft: Draft, frozen: FrozenVerifier, prompts: list[list[int]], max_tokens: int) -> list[Decoded]:
+    """Answer prompts greedily, all of them side by side, each until a stop token or `max_tokens` tokens."""
+    block, device = draft.spec.block_size, verifier.device
+    results = [Decoded() for _ in prompts]
+    longest = max(map(len, prompts)) + max_tokens + block + 1
+    slots, cache = verifier.slots(len(prompts), longest), DraftCache(draft, len(prompts), longest, device)
+    tokens = _prefill(verifier, slots, cache, prompts, results)
+    active = _still_running(results, range(len(prompts)), verifier, max_tokens)
+    while active:
+        rows = torch.tensor(active)
+        anchors = slots.lengths[rows].to(device)
+        drafts = propose(draft, frozen, cache.read(rows.to(device), int(anchors.max())), tokens[rows], anchors)
+        logits, states = verifier.step(torch.cat((tokens[rows, None], drafts), 1), slots, rows, keep_states=True)
+        cache.write(rows.to(device), anchors[:, None] + torch.arange(block + 1, device=device), states)
+        best, gaps = _best(logits)
+        accepted = (drafts == best[:, :block]).cumprod(1).sum(1)
+        slots.lengths[rows] = (anchors + accepted + 1).cpu()
+        tokens[rows] = best.gather(1, accepted[:, None]).squeeze(1)
+        for row, count, chosen, gap in zip(active, accepted.tolist(), best.tolist(), gaps.tolist()):
+            _emit(results[row], count, chosen, gap, verifier, max_tokens)
+        active = _still_running(results, active, verifier, max_tokens)
+    return results
+
+
+def _prefill(verifier: HFVerifier, slots, cache: DraftCache, prompts: list[list[int]], results: list[Decoded]) -> Tensor:
+    """Both caches hold the prompts; returns the first response tokens [R]. The head runs on each prompt's last token only."""
+    rows, device = torch.arange(len(prompts)), verifier.device
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    width = int(lengths.max())
+    padded = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
+    _, states = verifier.step(padded, slots, rows, keep_states=True, logits=False)
+    positions = torch.arange(width, device=device).expand(len(prompts), -1)
+    cache.write(rows.to(device), positions, states)
+    slots.lengths[rows] = lengths - 1
+    logits, _ = verifier.step(padded.gather(1, (lengths - 1).to(device)[:, None]), slots, rows)
+    best, gaps = _best(logits)
+    for result, token, gap in zip(results, best[:, 0].tolist(), gaps[:, 0].tolist()):
+        result.response_ids.append(token)
+        result.gaps.append(gap)
+    return best[:, 0]
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Argmax and top-2 gap of logits [R, Q, V]: [R, Q] each."""
+    top, index = logits.topk(2, -1)
+    return index[..., 0], top[..., 0] - top[..., 1]
+
+
+def _emit(result: Decoded, accepted: int, chosen: list[int], gaps: list[float], verifier: HFVerifier, max_tokens: int) -> None:
+    """Take the accepted drafts and the verifier's own next token, cut at a stop token or at `max_tokens`."""
+    before = len(result.response_ids)
+    for token, gap in zip(chosen[: accepted + 1], gaps):
+        result.response_ids.append(token)
+        result.gaps.append(gap)
+        if token in verifier.stop_ids or len(result.response_ids) == max_tokens:
+            break
+    result.accepted.append(accepted)
+    result.emitted.append(len(result.response_ids) - before)
+
+
+def _still_running(results: list[Decoded], rows, verifier: HFVerifier, max_tokens: int) -> list[int]:
+    return [row for row in rows if results[row].response_ids[-1] not in verifier.stop_ids and len(results[row].response_ids) < max_tokens]
