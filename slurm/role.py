@@ -1,0 +1,156 @@
+"""Run one role so that nothing outlives it: `python -m slurm.role [--grace SECONDS] -- COMMAND…`.
+
+The wrapper passes SIGTERM, SIGINT and SIGUSR1 on to the command, gives it `--grace` seconds after the first of the two
+that mean "stop", kills every descendant when the command has ended (also those that were forked twice or made a session
+of their own), and exits with the command's status, 128 + N where signal N ended it. It stops by itself when its own
+parent dies, and the command dies with the wrapper. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+SWEEP_S = 10.0  # a process in uninterruptible sleep cannot be killed, and must not hold up everything else
+
+STOP = {signal.SIGTERM, signal.SIGINT}
+FORWARDED = STOP | {signal.SIGUSR1}
+
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded once: `die_with_parent` runs between fork and exec
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="slurm.role", description="Run one role; nothing outlives it.")
+    parser.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="between a stop signal and SIGKILL (default 10)")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
+    args = parser.parse_args(argv)
+    die_with_parent(os.getppid(), signal.SIGTERM)
+    return run(args.command, args.grace)
+
+
+def run(command: list[str], grace_s: float) -> int:
+    """Run `command` to its end and kill what it left; returns its exit status (128 + N for signal N, 127 if it cannot start)."""
+    adopt_orphans()
+    awaited = FORWARDED | {signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # taken one at a time below: no handler can interrupt the bookkeeping
+    child = _start(command)
+    deadline = None
+    try:
+        while (status := _reap(child)) is None:
+            left = max(deadline - time.monotonic(), 0) if deadline else 3600
+            received = signal.sigtimedwait(awaited, left)
+            if received is None and deadline:
+                print(f"slurm.role: still running {grace_s:g} s after it was told to stop, killed: {' '.join(command)}", file=sys.stderr)
+                return 128 + signal.SIGKILL
+            if received and received.si_signo in FORWARDED:
+                os.kill(child, received.si_signo)  # not reaped yet, so the pid is still the child's
+                if received.si_signo in STOP:
+                    deadline = deadline or time.monotonic() + grace_s
+        return exit_status(status)
+    finally:
+        if left := sweep():
+            print(f"slurm.role: cannot be killed (uninterruptible sleep?): processes {left}", file=sys.stderr)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent dies, so that `sweep` finds it."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent: int, signum: int) -> None:
+    """Have the kernel send `signum` to this process when `parent` dies, or send it now if that has happened already."""
+    _prctl(PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signum)
+
+
+def sweep() -> list[int]:
+    """SIGKILL and reap all descendants of this process; returns the pids that were still alive after SWEEP_S seconds."""
+    end = time.monotonic() + SWEEP_S
+    while True:
+        alive = descendants(os.getpid())
+        for pid in alive:
+            _kill(pid)
+        while _wait_any():
+            pass
+        if not alive or time.monotonic() > end:
+            return alive
+        time.sleep(0.01)
+
+
+def descendants(root: int) -> list[int]:
+    """Pids of all living (not zombie) processes below `root`, from one walk over /proc."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            stat = (folder / "stat").read_text(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended since the listing
+        state, parent = stat.rpartition(")")[2].split()[:2]  # the name before may hold blanks and brackets
+        if state not in "ZX":
+            children.setdefault(int(parent), []).append(int(folder.name))
+    found = list(children.get(root, ()))
+    for pid in found:  # grows while it is walked
+        found += children.get(pid, ())
+    return found
+
+
+def exit_status(status: int) -> int:
+    """A wait status as a shell would put it: the exit code, or 128 + N for signal N."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _start(command: list[str]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        die_with_parent(parent, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"slurm.role: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+    os._exit(127)
+
+
+def _reap(child: int) -> int | None:
+    """Reap all that has ended (orphans too); returns `child`'s wait status if it was among them."""
+    while ended := _wait_any():
+        if ended[0] == child:
+            return ended[1]
+    return None
+
+
+def _wait_any() -> tuple[int, int] | None:
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, status) if pid else None
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # ended since it was seen, or not ours to kill: `sweep` reports it
+        os.kill(pid, signal.SIGKILL)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
