@@ -1,0 +1,311 @@
+"""Roles and their launcher, on real process trees: what ends, how it ends, and that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from slurm.launch import Refused, environment, exclusive, extractor_ready
+
+# A process tree that does not go away by itself: it ignores SIGTERM, one child has a session of its own, one was forked twice.
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(300)
+    time.sleep(300)
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(300)
+    os._exit(0)
+time.sleep(0.2)
+"""
+
+# Ends politely: status 5 after SIGTERM, and a file that proves that its handler ran.
+POLITE = """
+import signal, sys, time
+from pathlib import Path
+def stop(*_):
+    Path(sys.argv[1]).write_text("stopped")
+    sys.exit(5)
+signal.signal(signal.SIGTERM, stop)
+print("polite is up", flush=True)
+Path(sys.argv[1]).write_text("up")
+time.sleep(300)
+"""
+
+# A launcher whose table of roles comes from the command line: [name, command, file that says "ready" or null, echo].
+LAUNCHER = """
+import json, os, sys
+from pathlib import Path
+from slurm.supervise import Role, supervise
+def ready(file):
+    return lambda: None if Path(file).exists() else f"{file} is missing"
+rows, logs, ready_s, grace_s = json.loads(sys.argv[1])
+roles = [Role(name, command, dict(os.environ), ready(file) if file else None, echo) for name, command, file, echo in rows]
+sys.exit(supervise(roles, Path(logs), ready_s, grace_s))
+"""
+
+
+class Tree:
+    """Processes of one test, known by a variable in their environment that every descendant inherits."""
+
+    def __init__(self):
+        self.mark = f"LAUNCH_TEST={uuid.uuid4().hex}"
+        self.env = environment(1) | dict([self.mark.split("=")])
+
+    def python(self, *arguments: str | Path) -> subprocess.Popen:
+        command = [sys.executable, *map(str, arguments)]
+        return subprocess.Popen(command, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def role(self, *command: str | Path, grace: float = 10) -> subprocess.Popen:
+        return self.python("-m", "slurm.role", "--grace", str(grace), "--", *command)
+
+    def alive(self) -> dict[int, str]:
+        """Command line of each process of this test that is no zombie."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes() and ") Z" not in (folder / "stat").read_text():
+                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
+            except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended meanwhile, or not ours
+                continue
+        return found
+
+    def pid(self, end: str, wrapper: bool = False) -> int:
+        """The process whose command line ends like this, or the wrapper of that; waits until there is one."""
+        return wait_for(lambda: [pid for pid, line in self.alive().items() if line.endswith(end) and ("slurm.role" in line) == wrapper])[0]
+
+
+@pytest.fixture
+def tree():
+    tree = Tree()
+    yield tree
+    assert wait_for(lambda: not tree.alive(), seconds=5), tree.alive()
+
+
+def wait_for(what, seconds: float = 20):
+    end = time.monotonic() + seconds
+    while not (answer := what()):
+        if time.monotonic() > end:
+            pytest.fail("waited in vain")
+        time.sleep(0.02)
+    return answer
+
+
+def end_of(process: subprocess.Popen, seconds: float = 20) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+# ---- one role
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", 137), ("kill -TERM $$", 143)])
+def test_role_ends_with_its_commands_status(tree, script, status):
+    assert end_of(tree.role("bash", "-c", script))[0] == status
+
+
+def test_role_that_cannot_start_says_so_in_one_line(tree):
+    assert end_of(tree.role("no-such-command")) == (127, "", "slurm.role: no-such-command: No such file or directory\n")
+
+
+def test_role_leaves_no_descendant(tree):
+    role = tree.role(sys.executable, "-c", STUBBORN + "print(1); os._exit(3)")
+    assert end_of(role)[:2] == (3, "1\n")
+    assert not tree.alive()  # at once, when the wrapper has ended
+
+
+def test_role_passes_signals_on(tree, tmp_path):
+    handler = "trap 'echo usr1 >> {0}' USR1; trap 'echo int >> {0}; exit 4' INT; echo up > {0}; while :; do sleep 0.05; done"
+    role = tree.role("bash", "-c", handler.format(tmp_path / "seen"))
+    for signum, seen in ((signal.SIGUSR1, "up\nusr1\n"), (signal.SIGINT, "up\nusr1\nint\n")):
+        wait_for((tmp_path / "seen").exists)
+        time.sleep(0.2)
+        role.send_signal(signum)
+        wait_for(lambda seen=seen: (tmp_path / "seen").read_text() == seen)
+    assert end_of(role)[0] == 4
+
+
+def test_role_gives_grace_and_no_more(tree, tmp_path):
+    polite = tree.role(sys.executable, "-c", POLITE, tmp_path / "polite")
+    stubborn = tree.role(sys.executable, "-c", STUBBORN + f"open({str(tmp_path / 'up')!r}, 'w'); time.sleep(300)", grace=0.5)
+    wait_for((tmp_path / "polite").exists) and wait_for((tmp_path / "up").exists)
+    polite.terminate(), stubborn.terminate()
+    assert end_of(polite)[0] == 5
+    status, _, err = end_of(stubborn, seconds=5)
+    assert status == 137 and "still running 0.5 s after it was told to stop" in err
+
+
+def test_command_dies_with_its_wrapper(tree):
+    role = tree.role("sleep", "301")
+    tree.pid("sleep 301")
+    role.kill()
+    role.communicate()
+    wait_for(lambda: not tree.alive(), seconds=5)
+
+
+def test_role_ends_when_its_parent_is_killed(tree, tmp_path):
+    stubborn = STUBBORN + f"open({str(tmp_path / 'up')!r}, 'w'); time.sleep(300)"
+    command = [sys.executable, "-m", "slurm.role", "--grace", "0.2", "--", sys.executable, "-c", stubborn]
+    parent = tree.python("-c", f"import subprocess; subprocess.run({command!r})")
+    wait_for((tmp_path / "up").exists)
+    parent.kill()
+    parent.communicate()
+    wait_for(lambda: not tree.alive(), seconds=10)
+
+
+# ---- all roles
+
+
+def launcher(tree, tmp_path, *rows: list, ready_s=20.0, grace_s=10.0) -> subprocess.Popen:
+    return tree.python("-c", LAUNCHER, json.dumps([rows, str(tmp_path / "logs"), ready_s, grace_s]))
+
+
+def service(tmp_path, prologue: str = "") -> list:
+    """A row for a service that is ready when it says so and ends politely."""
+    return ["server", [sys.executable, "-c", prologue + POLITE, str(tmp_path / "server")], str(tmp_path / "server"), False]
+
+
+def job(script: str) -> list:
+    return ["job", ["bash", "-c", script], None, True]
+
+
+def test_good_launch(tree, tmp_path):
+    status, out, err = end_of(
+        launcher(tree, tmp_path, service(tmp_path), job(f"cat {tmp_path}/server; echo; echo step 1; sleep 0.3; echo step 2"))
+    )
+    assert (status, out) == (0, "up\nstep 1\nstep 2\n"), err  # the job began when the server was up, and its output came through
+    assert (tmp_path / "server").read_text() == "stopped"  # by SIGTERM, with time to end
+    assert "server is ready" in err and not tree.alive()
+
+
+def test_first_dead_job_ends_the_launch_with_its_log(tree, tmp_path):
+    for _ in range(2):  # the second launch must not show the first one's log
+        status, _, err = end_of(
+            launcher(tree, tmp_path, service(tmp_path), job("echo earlier; for i in {1..50}; do echo line $i; done; exit 9"))
+        )
+        last = err[err.rindex("launch: job") :].splitlines()
+        assert status == 9 and last[0] == f"launch: job ended with status 9; the end of {tmp_path}/logs/job.log:"
+        assert last[1:] == [f"  line {i}" for i in range(11, 51)]
+        assert (tmp_path / "server").read_text() == "stopped" and not tree.alive()
+    assert (tmp_path / "logs/job.log").read_text().count("earlier\n") == 2  # evidence of the first is kept
+
+
+@pytest.mark.parametrize("wrapper", [False, True], ids=["command", "wrapper"])
+def test_dead_service_ends_the_launch(tree, tmp_path, wrapper):
+    """SIGKILL of the server: its own children go, the job is told to stop, and the server is named although the job ends too."""
+    process = launcher(
+        tree, tmp_path, service(tmp_path, STUBBORN), job("trap 'echo job stops; exit 0' TERM; echo job; while :; do sleep 0.1; done")
+    )
+    assert process.stdout.readline() == "job\n"
+    os.kill(tree.pid(f"{tmp_path}/server", wrapper), signal.SIGKILL)
+    status, out, err = end_of(process, seconds=8)
+    assert status == 137 and out == "job stops\n" and not tree.alive()
+    assert err.rstrip().endswith(f"launch: server was killed by SIGKILL; the end of {tmp_path}/logs/server.log:\n  polite is up")
+
+
+def test_service_that_ends_well_is_a_failure_too(tree, tmp_path):
+    row = ["server", ["bash", "-c", f"touch {tmp_path}/server; sleep 1"], str(tmp_path / "server"), False]
+    status, _, err = end_of(launcher(tree, tmp_path, row, job("sleep 300")))
+    assert status == 1 and "launch: server ended with status 0" in err
+
+
+def test_service_that_dies_before_it_is_ready(tree, tmp_path):
+    row = ["server", ["bash", "-c", "echo no such model; exit 17"], str(tmp_path / "never"), False]
+    status, out, err = end_of(launcher(tree, tmp_path, row, job("echo started"), ready_s=300), seconds=8)
+    assert (status, out) == (17, "") and "server ended with status 17" in err and err.endswith("\n  no such model\n")
+
+
+def test_service_that_is_never_ready(tree, tmp_path):
+    row = ["server", [sys.executable, "-c", STUBBORN + "time.sleep(300)"], str(tmp_path / "never"), False]
+    status, out, err = end_of(launcher(tree, tmp_path, row, job("echo started"), ready_s=0.6, grace_s=0.3))
+    assert (status, out) == (1, "") and f"server was not ready within 0.6 s ({tmp_path}/never is missing)" in err and not tree.alive()
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("waiting", [False, True], ids=["running", "waiting"])
+def test_stopped_launch(tree, tmp_path, signum, status, waiting):
+    row = service(tmp_path)
+    row[2] = str(tmp_path / "never") if waiting else row[2]
+    process = launcher(tree, tmp_path, row, job("trap 'echo job stops; exit 0' TERM; echo job; while :; do sleep 0.1; done"))
+    wait_for((tmp_path / "server").exists) if waiting else process.stdout.readline()
+    process.send_signal(signum)
+    assert end_of(process, seconds=8)[:2] == (status, "" if waiting else "job stops\n")
+    assert (tmp_path / "server").read_text() == "stopped" and not tree.alive()
+
+
+def test_second_signal_cuts_the_grace_short(tree, tmp_path):
+    process = launcher(tree, tmp_path, job("trap 'echo stubborn' TERM INT; echo job; while :; do sleep 0.1; done"), grace_s=60)
+    assert process.stdout.readline() == "job\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "stubborn\n"
+    process.send_signal(signal.SIGINT)
+    assert end_of(process, seconds=8)[0] == 130 and not tree.alive()
+
+
+def test_nothing_outlives_a_killed_launcher(tree, tmp_path):
+    process = launcher(tree, tmp_path, service(tmp_path, STUBBORN), job("echo job; sleep 300"), grace_s=1)
+    assert process.stdout.readline() == "job\n"
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not tree.alive(), seconds=15)
+
+
+# ---- the launcher's own parts
+
+
+def test_readiness_is_a_real_answer(tmp_path):
+    asked = []
+
+    class Engine(BaseHTTPRequestHandler):
+        status = 503
+
+        def do_POST(self):
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(self.status)
+            self.end_headers()
+            self.wfile.write(b"loading")
+
+        def log_message(self, *_):
+            """Not in the test's output."""
+
+    assert extractor_ready(tmp_path) == "it has not registered yet"
+    server = HTTPServer(("127.0.0.1", 0), Engine)
+    url = f"http://127.0.0.1:{server.server_port}"
+    (tmp_path / "0.json").write_text(json.dumps({"url": url, "pid": 1}))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    assert extractor_ready(tmp_path) == f"{url} answers 503: loading"
+    Engine.status = 200
+    assert extractor_ready(tmp_path) is None
+    assert asked[-1][0] == "/v1/completions" and asked[-1][1]["max_tokens"] == 1 and asked[-1][1]["prompt"]
+    server.shutdown()
+    server.server_close()
+    assert extractor_ready(tmp_path) == f"{url} does not answer (ConnectError)"
+
+
+def test_one_launch_a_run_folder(tmp_path):
+    holder = rf"in use by launch {os.getpid()} on \S+; wait for its end"
+    with exclusive(tmp_path / "run"), pytest.raises(Refused, match=holder), exclusive(tmp_path / "run"):
+        pass
+    with exclusive(tmp_path / "run"):
+        pass
+
+
+def test_run_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(Refused, match="cannot be used"), exclusive(tmp_path / "file" / "run"):
+        pass
