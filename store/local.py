@@ -65,12 +65,14 @@ class Folder:
         return Usage(sum(not name.startswith("+") for _, name, _ in files), sum(size for *_, size in files), self.budget)
 
     def _make_room(self, name: str, size: int, evict: str | None) -> None:
-        files = self._files()
+        files = sorted(self._files())
         free = self.budget - sum(used for *_, used in files)
-        for _, old, used in sorted(files) if evict and size <= self.budget else ():
-            if free < size and old.endswith(evict):
-                (self.path / old).unlink(missing_ok=True)
-                free += used
+        old = [file for file in files if evict and file[1].endswith(evict)]
+        if free + sum(used for *_, used in old) >= size:
+            for _, victim, used in old:
+                if free < size:
+                    (self.path / victim).unlink(missing_ok=True)
+                    free += used
         if free < size:
             hint = "" if size <= self.budget else ": it can never fit, the budget is too small"
             raise Full(f"{name}: {size} bytes, {max(free, 0)} of {self.budget} free in {self.path}{hint}")

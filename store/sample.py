@@ -119,6 +119,6 @@ def _gap(slices: list[Slice], tokens: int) -> str | None:
     """What is wrong with ascending slices that should cover 0..tokens without a gap."""
     ends = [0, *(piece.stop for piece in slices)]
     starts = [*(piece.start for piece in slices), tokens]
-    if ends != starts or any(piece.stop <= piece.start for piece in slices):
+    if not slices or ends != starts or any(piece.stop <= piece.start for piece in slices):
         return f"slices {[(piece.start, piece.stop) for piece in slices]} do not cover {tokens} tokens"
     return None

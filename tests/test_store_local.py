@@ -167,6 +167,7 @@ print(full)
 """
 
 
+@pytest.mark.integration
 def test_concurrent_putters_never_exceed_the_budget(tmp_path):
     store = LocalStore(tmp_path, 100_000)
     putters = [child(PUTTER, tmp_path, seed) for seed in (1, 2, 3)]
@@ -241,6 +242,7 @@ while True:
 """
 
 
+@pytest.mark.integration
 def test_sigkill_at_any_moment_leaves_whole_objects_only(tmp_path):
     chance, store = random.Random(0), LocalStore(tmp_path, 40_000_000)
     for life in range(6):
