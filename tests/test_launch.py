@@ -51,12 +51,12 @@ time.sleep(300)
 LAUNCHER = """
 import json, os, sys
 from pathlib import Path
-from slurm.supervise import Role, supervise
+from slurm.processes import Role, run_roles
 def ready(file):
     return lambda: None if Path(file).exists() else f"{file} is missing"
 rows, logs, ready_s, grace_s = json.loads(sys.argv[1])
 roles = [Role(name, command, dict(os.environ), ready(file) if file else None, echo) for name, command, file, echo in rows]
-sys.exit(supervise(roles, Path(logs), ready_s, grace_s))
+sys.exit(run_roles(roles, Path(logs), ready_s, grace_s))
 """
 
 

@@ -57,7 +57,7 @@ class Failed(Exception):
         super().__init__(f"{running.role.name} {reason}")
 
 
-def supervise(roles: Sequence[Role], logs: Path, ready_s: float, grace_s: float, inherit: Sequence[int] = ()) -> int:
+def run_roles(roles: Sequence[Role], logs: Path, ready_s: float, grace_s: float, inherit: Sequence[int] = ()) -> int:
     """Run all roles to the end of the jobs; returns the launcher's exit status: 0, or the first failed role's, or 128 + signal.
 
     Writes `logs/ROLE.log` (appended to, with one line at the start of each launch). When this returns no descendant of
