@@ -36,6 +36,8 @@ def save_tiny_verifier(path: Path, family: str, poisoned: bool = False) -> Path:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
+        else:
+            torch.nn.init.uniform_(parameter, 0.25, 1.75)  # a norm that does something, so that a missing one is seen
     if poisoned:
         model.get_input_embeddings().weight.data[POISON] = float("inf")
         model.get_output_embeddings().weight.data[POISON] = 0  # seldom sampled
