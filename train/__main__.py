@@ -14,7 +14,8 @@ def main() -> None:
     parser.add_argument("--describe", action="store_true", help="print the draft's tensors and parameters and stop")
     args, config = parse(parser)
     if args.describe:
-        from train.draft import DraftContract, describe
+        from train.contract import DraftContract
+        from train.draft import describe
 
         print(describe(DraftContract.resolve(config)))
         return

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from store.contract import DataContract, StateContract, require_same
-from train.draft import Draft, DraftContract
+from train.contract import DraftContract
+from train.draft import Draft
 
 
 def save(root: Path, step: int, draft: Draft, optimizers: list, contracts: dict) -> Path:

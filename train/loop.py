@@ -15,7 +15,8 @@ from extract.pool import Pool
 from store.contract import Contract, ContractMismatch, DataContract
 from train import checkpoint
 from train.batch import Batch, block_size_at, place
-from train.draft import Draft, DraftContract, initialise
+from train.contract import DraftContract
+from train.draft import Draft, initialise
 from train.feed import Feed, FeedError
 from train.handshake import handshake
 from train.log import Log, Stopwatch, summarise

@@ -57,9 +57,10 @@ def copy_layers(draft: Draft, frozen: FrozenVerifier, states: Tensor, config: Co
             tensor = read_tensor(config.verifier.path, rf"layers\.{first + number}\.{re.escape(name)}")
             if tensor is not None and tensor.shape == parameter.shape:
                 parameter.copy_(tensor)
-        # The nearest tap stands in for this layer's own input.
-        nearest = min(range(len(draft.spec.taps)), key=lambda i, at=first + number: abs(draft.spec.taps[i] - at))
-        x = layer.input_layernorm(states[:, nearest].float())
-        for projection, norm in ((layer.self_attn.q_proj, layer.self_attn.q_norm), (layer.self_attn.k_proj, layer.self_attn.k_norm)):
-            norm.weight.fill_(projection(x).square().mean().sqrt())
+        if draft.spec.gqa:
+            # The nearest tap stands in for this layer's own input.
+            nearest = min(range(len(draft.spec.taps)), key=lambda i, at=first + number: abs(draft.spec.taps[i] - at))
+            x, own = layer.input_layernorm(states[:, nearest].float()), layer.self_attn
+            for projection, norm in ((own.q_proj, own.q_norm), (own.k_proj, own.k_norm)):
+                norm.weight.fill_(projection(x).square().mean().sqrt())
     draft.norm.weight.copy_(FINAL_NORM_SCALE * frozen.norm)
