@@ -154,7 +154,8 @@ class Draft(Section):
     markov_rank: Positive = 256
     hidden_size: Positive | None = None
     intermediate_size: Positive | None = None
-    vocab_size: Positive | None = None
+    vocab_size: Positive | None = None  # rows of the verifier's embedding
+    draft_vocab_size: Positive | None = None  # tokens that the draft can say, those most often supervised; null: all
     rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
     max_position_embeddings: Positive | None = None
     init: Init = Init()
@@ -175,8 +176,8 @@ class Draft(Section):
             raise ValueError("draft.window and sliding layers in draft.layer_types need one another")
         if (self.decoder == "mla") != (self.mla is not None):
             raise ValueError(f"draft.decoder = {self.decoder}: draft.mla is {'missing' if self.mla is None else 'for draft.decoder = mla'}")
-        if self.decoder == "mla" and (self.window or self.causal):
-            raise ValueError("draft.decoder = mla: engines serve such drafts without window and not causal")
+        if self.decoder == "mla" and (self.window or self.causal or self.draft_vocab_size):
+            raise ValueError("draft.decoder = mla: engines serve such drafts without window, not causal and with the whole vocabulary")
         return self
 
     def types_of_layers(self) -> tuple[str, ...]:

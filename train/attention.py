@@ -55,4 +55,3 @@ def attend(
     mixed = mixed + own @ block_value.permute(0, 3, 1, 2, 4)[:, :, None]
     mixed = mixed / (context.sum(-1, keepdim=True) + own.sum(-1, keepdim=True))
     return mixed.permute(0, 3, 4, 1, 2, 5).reshape(documents, count, slots, heads, -1)
-

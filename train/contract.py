@@ -10,7 +10,7 @@ from store.verifier import text_config
 
 
 class DraftContract(Contract):
-    """One of `gqa` (all of its values given) and `mla` is there. logit_scale multiplies the draft's logits."""
+    """One of `gqa` (all of its values given) and `mla` is there."""
 
     taps: tuple[int, ...]
     block_size: int
@@ -24,6 +24,7 @@ class DraftContract(Contract):
     hidden_size: int
     intermediate_size: int
     vocab_size: int
+    draft_vocab_size: int  # of what it can say; what it reads is the verifier's vocabulary
     rms_norm_eps: float
     max_position_embeddings: int
     markov_rank: int
@@ -43,6 +44,7 @@ class DraftContract(Contract):
         return cls(
             **draft.model_dump(include={"taps", "block_size", "mask_token_id", "window", "causal", "markov_rank", "mla"}),
             **given,
+            draft_vocab_size=draft.draft_vocab_size or given["vocab_size"],
             layer_types=draft.types_of_layers(),
             gqa=attention or None,
             loss_terms=config.loss.terms,
@@ -51,6 +53,10 @@ class DraftContract(Contract):
     @property
     def layers(self) -> int:
         return len(self.layer_types)
+
+    @property
+    def reduced(self) -> bool:
+        return self.draft_vocab_size < self.vocab_size
 
     def reach(self, layer: int) -> tuple[bool, int | None]:
         """(causal, window) of a layer's attention. What `causal` leaves open is decided as engines do: by the layer's type."""

@@ -48,11 +48,11 @@ def propose(draft: Draft, frozen: FrozenVerifier, context: Context, tokens: Tens
     """Greedy drafts [R, B] after anchor tokens [R] at positions anchors [R]: one pass, then the Markov head slot by slot."""
     slots = frozen.slot_embeddings(tokens, draft.spec.mask_token_id, draft.spec.block_size)
     hidden = draft.block(slots[:, None], anchors[:, None], context)[:, 0]
-    logits = (hidden.to(frozen.head.dtype) @ frozen.head.mT).float()
+    logits = frozen.heads.draft_logits(hidden)
     markov, drafts = draft.markov_head, []
     for slot in range(draft.spec.block_size):
         bias = F.embedding(tokens, markov.markov_w1.weight) @ markov.markov_w2.weight.mT
-        tokens = (logits[:, slot] + bias).argmax(-1)
+        tokens = frozen.heads.token_ids((logits[:, slot] + bias).argmax(-1))
         drafts.append(tokens)
     return torch.stack(drafts, 1)
 

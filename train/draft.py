@@ -57,7 +57,7 @@ class MarkovHead(nn.Module):
     def __init__(self, spec: DraftContract):
         super().__init__()
         self.markov_w1 = nn.Embedding(spec.vocab_size, spec.markov_rank)
-        self.markov_w2 = nn.Linear(spec.markov_rank, spec.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(spec.markov_rank, spec.draft_vocab_size, bias=False)
 
 
 class ConfidenceHead(nn.Module):
@@ -86,6 +86,8 @@ class Draft(nn.Module):
         self.confidence_head = ConfidenceHead(spec)
         # Fixed divisor of each tap dimension (warm start); exports fold it into `fc`, so engines see nothing of it.
         self.register_buffer("tap_scale", torch.ones(width))
+        # Token ids of a reduced vocabulary, ascending.
+        self.register_buffer("kept", torch.arange(spec.draft_vocab_size) if spec.reduced else None)
 
     def context(self, taps: Tensor, positions: Tensor) -> Context:
         """taps [D, T, m * H], ascending; positions [D, T] in the document. The same feature feeds every layer's keys and
