@@ -117,11 +117,3 @@ def initialise(draft: Draft, seed: int) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * (0.01 if "markov_w1" in name else 0.02))
     draft.confidence_head.proj.weight.zero_()
     draft.confidence_head.proj.bias.zero_()
-
-
-def describe(spec: DraftContract) -> str:
-    """Every tensor with its shape, and the totals, counted on the meta device."""
-    with torch.device("meta"):
-        parameters = dict(Draft(spec).named_parameters())
-    lines = [f"{name:<52} {list(p.shape)!s:>18} {p.numel():>15,}" for name, p in parameters.items()]
-    return "\n".join([*lines, f"{len(parameters)} tensors, {sum(p.numel() for p in parameters.values()):,} parameters"])
