@@ -126,24 +126,12 @@ class Feed:
         token_ids = sample.token_ids.tolist()
         if self.cache and self.cache.get_into(self.contract, token_ids, out):
             return True
-        size = out.nbytes + MANIFEST_BYTES[0] + MANIFEST_BYTES[1] * len(token_ids)
         for attempt in range(self.config.pool.attempts):
-            name = f"{self.run}/{self.rank}/{sequence}/{attempt}"
-            self.gate.acquire(size)
-            try:
-                self.pool.make(name, token_ids)
-                fetch(self.store, name, self.contract, token_ids, out)
-            except (ExtractionError, StoreError) as error:
-                failure = error
-                self.retries[error.cause] += 1
-            else:
-                failure = None
-            finally:
-                discard(self.store, name)
-                self.gate.release(size)
+            failure = self._attempt(f"{self.run}/{self.rank}/{sequence}/{attempt}", token_ids, out)
             if failure is None:
                 self._keep(token_ids, out)
                 return True
+            self.retries[failure.cause] += 1
             if failure.cause in HOPELESS:
                 break
             time.sleep(min(5.0, 0.1 * 2**attempt))
@@ -151,6 +139,19 @@ class Feed:
             self.drops[failure.cause] += 1
             return False
         raise FeedError(f"sample {sample.row}: {self.config.pool.attempts} attempts failed, the last one: {failure.cause}: {failure}")
+
+    def _attempt(self, name: str, token_ids: list[int], out: Tensor) -> ExtractionError | StoreError | None:
+        """Have states made under a name of their own, fetch them, remove them; returns why that failed."""
+        size = out.nbytes + MANIFEST_BYTES[0] + MANIFEST_BYTES[1] * len(token_ids)
+        self.gate.acquire(size)
+        try:
+            self.pool.make(name, token_ids)
+            fetch(self.store, name, self.contract, token_ids, out)
+        except (ExtractionError, StoreError) as error:
+            return error
+        finally:
+            discard(self.store, name)
+            self.gate.release(size)
 
     def _keep(self, token_ids: list[int], states: Tensor) -> None:
         """Put fetched states into the durable cache; one that cannot hold them costs a prefill later and nothing now."""
