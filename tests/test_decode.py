@@ -11,8 +11,9 @@ from tiny import write_recipe
 from configs.schema import load
 from extract.hf import HFVerifier
 from train.bigram import bigram_accepted, bigram_counts, bigram_factors, follower_table
+from train.contract import DraftContract
 from train.decode import speculate
-from train.draft import Draft, DraftContract, initialise
+from train.draft import Draft, initialise
 from train.evaluate import tokens_per_forward
 from train.simulate import accepted_everywhere, walk
 from train.verifier import FrozenVerifier

@@ -43,7 +43,7 @@ def run(draft: Draft, frozen: FrozenVerifier, batch: Batch, block_size: int, los
     weights = weights_by_slot[position]
     slots = Slots(hidden, previous, labels, weights, frozen.final_norm(states[distinct, -1]), teacher_row)
     markov = draft.markov_head
-    terms = slot_terms(slots, markov.markov_w1.weight, markov.markov_w2.weight, frozen.head, loss)
+    terms = slot_terms(slots, markov.markov_w1.weight, markov.markov_w2.weight, frozen.heads, loss)
     logits = draft.confidence_head(hidden, F.embedding(previous, markov.markov_w1.weight))
     overlap = 1 - terms.tv
     objective = terms.weighted_sum + loss.confidence * confidence_sum(logits, overlap, weights)
