@@ -7,21 +7,24 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from drafts import KINDS, random_draft, recipe, save_checkpoint
+from in_process import InProcessPool, save_data
 from safetensors.torch import load_file, save_file
-from tiny import python_environment
+from tiny import ROOT, python_environment
 
-from configs.schema import load
+from configs.schema import Train, load
+from extract.hf import HFVerifier
 from store.contract import ContractMismatch
 from train import loop
-from train.checkpoint import load_draft
+from train.checkpoint import latest, load_draft
 from train.contract import DraftContract
+from train.decode import speculate
 from train.export import check, export
 from train.formats import FormatError, describe, format_of, roster
-
-ROOT = __import__("tiny").ROOT
+from train.verifier import FrozenVerifier
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +97,9 @@ def test_config_of_k3_dspark_says_what_loaders_need_and_nothing_that_misleads_th
     assert config["target_num_hidden_layers"] == 4 and config["draft_vocab_size"] == config["vocab_size"]
 
 
-@pytest.mark.parametrize(("kind", "causal", "both_ways"), [("sliding", None, False), ("sliding_both_ways", False, True), ("causal", True, False)])
+@pytest.mark.parametrize(
+    ("kind", "causal", "both_ways"), [("sliding", None, False), ("sliding_both_ways", False, True), ("causal", True, False)]
+)
 def test_config_of_speculators(exported, kind, causal, both_ways):
     _, folder = exported(kind)
     config = json.loads((folder / "config.json").read_text())
@@ -222,3 +227,37 @@ def test_a_draft_of_another_seed_is_noticed(exported, tiny_verifier, tmp_path):
     with pytest.raises(FormatError, match="relative L2"):
         check(exported("full")[1], other)
     assert random_draft(load_draft(other).spec, 1).fc.weight.equal(load_draft(other).fc.weight)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["mixed", "reduced", "mla"])
+def test_trained_exported_and_decoded_alike(tiny_verifier, tmp_path, monkeypatch, kind):
+    """From training to a published folder that goes on training and drafts the same tokens, block for block."""
+    verifier_path = tiny_verifier("llama")
+    init = {"taps": "scaled", "projection": "last_tap", "markov": "bigram"}
+    train = {"max_steps": 6, "global_batch": 2, "num_anchors": 8, "optimizer": "adamw", "lr": 3e-3}
+    config = recipe(tmp_path, verifier_path, kind, init=init).model_copy(update={"train": Train(**train)})
+    verifier = HFVerifier(verifier_path, "float32", config.draft.taps)
+    rollouts = [json.loads(line) for line in save_data(config, verifier, 3).read_text().splitlines()]
+    if kind == "reduced":
+        said = np.unique(np.concatenate([row["response_ids"] for row in rollouts]))
+        rest = np.setdiff1d(np.arange(verifier.vocab_size), said)
+        np.save(config.data.path / "draft_vocabulary.npy", np.sort(np.r_[said, rest[: 100 - len(said)]]))
+    monkeypatch.setattr(loop, "Pool", InProcessPool)
+    loop.train(config)
+    checkpoint = latest(config.run_dir / "checkpoints")
+    export(checkpoint, tmp_path / "export", format_of(load_draft(checkpoint).spec), torch.float32)
+    assert len(check(tmp_path / "export", checkpoint)) == 2
+
+    decoded = []
+    for draft in (load_draft(checkpoint), load_draft(tmp_path / "export")):
+        frozen = FrozenVerifier.load(verifier_path, torch.float32, torch.device("cpu"), draft.kept)
+        decoded.append(speculate(verifier, draft, frozen, [row["prompt_ids"] for row in rollouts], 24))
+    assert [result.accepted for result in decoded[0]] == [result.accepted for result in decoded[1]]
+    assert [result.response_ids for result in decoded[0]] == [row["response_ids"] for row in rollouts]
+    if kind != "mla":  # six steps are too few for layers that nothing warm-starts
+        assert max(max(result.accepted) for result in decoded[0]) >= 1
+
+    again = config.model_copy(update={"run_dir": tmp_path / "again", "train": Train(**train | {"max_steps": 1, "lr": 1e-9})})
+    loop.train(again, from_draft=tmp_path / "export")
+    torch.testing.assert_close(load_draft(latest(again.run_dir / "checkpoints")).norm.weight, load_draft(checkpoint).norm.weight)

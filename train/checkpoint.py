@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ def save(root: Path, step: int, draft: Draft, optimizers: list, contracts: dict,
     temporary.mkdir(parents=True)
     save_file({name: tensor.contiguous() for name, tensor in draft.state_dict().items()}, temporary / "draft.safetensors")
     torch.save([optimizer.state_dict() for optimizer in optimizers], temporary / "optimizers.pt")
-    record = {"step": step, "version": version("dspark-pipeline"), "config": config.model_dump(mode="json")}
+    record = {"step": step, "version": _code_version(), "config": config.model_dump(mode="json")}
     record |= {name: contract.model_dump() for name, contract in contracts.items()}
     (temporary / "checkpoint.json").write_text(json.dumps(record, indent=1))
     shutil.rmtree(final, ignore_errors=True)
@@ -73,3 +73,10 @@ def resume(folder: Path, draft: Draft, optimizers: list, contracts: dict) -> int
     for optimizer, state in zip(optimizers, torch.load(folder / "optimizers.pt", weights_only=True), strict=True):
         optimizer.load_state_dict(state)
     return record["step"]
+
+
+def _code_version() -> str:
+    try:
+        return version("dspark-pipeline")
+    except PackageNotFoundError:  # run from its sources
+        return "unversioned"

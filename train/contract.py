@@ -40,7 +40,7 @@ class DraftContract(Contract):
         if None in (given | attention).values():
             verifier = text_config(config.verifier.path)
             given = _filled(given, verifier)
-            attention = _filled(attention, _attention(attention, verifier))
+            attention = attention and _filled(attention, _attention(attention, verifier))
         return cls(
             **draft.model_dump(include={"taps", "block_size", "mask_token_id", "window", "causal", "markov_rank", "mla"}),
             **given,

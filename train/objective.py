@@ -116,7 +116,8 @@ class _ChunkedTerms(torch.autograd.Function):
         for start, stop in bounds:
             part = slice(start, stop)
             first = int(rows[start])
-            q = heads.teacher_logits(teacher[first : int(rows[stop - 1]) + 1]).to(statistics).softmax(-1)
+            q = heads.teacher_logits(teacher[first : int(rows[stop - 1]) + 1]).to(statistics)
+            q = (q - q.logsumexp(-1, keepdim=True)).exp_()  # as p below, so that equal logits give equal bits
             best = q.argmax(-1)[rows[part] - first]
             q = (q if heads.kept is None else q[:, heads.kept])[rows[part] - first]
             z = heads.draft_logits(hidden[part]).to(statistics)

@@ -36,7 +36,8 @@ def run(draft: Draft, frozen: FrozenVerifier, batch: Batch, block_size: int, los
     states = batch.states.to(device, non_blocking=True)
     parts = [part for document in batch.documents if (part := _document(draft, frozen, document, states, block_size, device))]
     if not parts:
-        return Sums(torch.zeros((), device=device), torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(2, block_size).double())
+        counts = torch.tensor([0.0] * (len(SUMS) - 2) + [batch.tokens, len(batch.documents)], dtype=torch.float64)
+        return Sums(torch.zeros((), device=device), counts, torch.zeros(2, block_size).double())
     hidden, previous, labels, rows, position, valid = (torch.cat(column) for column in zip(*parts, strict=True))
 
     distinct, teacher_row = rows.unique(return_inverse=True)
