@@ -38,7 +38,9 @@ def pieces(tiny_verifier, tmp_path_factory):
     draft = Draft(DraftContract.resolve(config))
     initialise(draft, 0)
     random = np.random.default_rng(0)
-    prompts = [random.integers(4, verifier.vocab_size, size=size).tolist() for size in (1, 2, 3, 4, 5, 6, 8, 9, 11, 13, 16, 19, 21, 25, 30, 34)]
+    prompts = [
+        random.integers(4, verifier.vocab_size, size=size).tolist() for size in (1, 2, 3, 4, 5, 6, 8, 9, 11, 13, 16, 19, 21, 25, 30, 34)
+    ]
     # A Markov head that knows the verifier's answers makes the random draft right now and then.
     rows = [{"input_ids": np.array(greedy(verifier, prompt, 48)), "loss_mask": np.ones(48, np.uint8)} for prompt in prompts]
     rows = [row for row in rows if len(row["input_ids"]) == 48]

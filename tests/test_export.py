@@ -15,7 +15,7 @@ from in_process import InProcessPool, save_data
 from safetensors.torch import load_file, save_file
 from tiny import ROOT, python_environment
 
-from configs.schema import Train, load
+from configs.schema import Pool, Train, load
 from extract.hf import HFVerifier
 from store.contract import ContractMismatch
 from train import loop
@@ -235,8 +235,8 @@ def test_trained_exported_and_decoded_alike(tiny_verifier, tmp_path, monkeypatch
     """From training to a published folder that goes on training and drafts the same tokens, block for block."""
     verifier_path = tiny_verifier("llama")
     init = {"taps": "scaled", "projection": "last_tap", "markov": "bigram"}
-    train = {"max_steps": 6, "global_batch": 2, "num_anchors": 8, "optimizer": "adamw", "lr": 3e-3}
-    config = recipe(tmp_path, verifier_path, kind, init=init).model_copy(update={"train": Train(**train)})
+    train = {"epochs": 3, "global_batch": 2, "num_anchors": 8, "optimizer": "adamw", "lr": 3e-3}
+    config = recipe(tmp_path, verifier_path, kind, init=init).model_copy(update={"train": Train(**train), "pool": Pool(in_flight=1)})
     verifier = HFVerifier(verifier_path, "float32", config.draft.taps)
     rollouts = [json.loads(line) for line in save_data(config, verifier, 3).read_text().splitlines()]
     if kind == "reduced":
