@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import chain, count, islice, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from tokenizers import Encoding
 
 from configs.schema import Config
 from extract.conversations import Dropped, Rollout, read_row
-from extract.render import load_tokenizer, stop_ids
+from extract.render import RenderError, load_tokenizer, prompt_ids, stop_ids
 from extract.rows import Chunk, DataError, Source, chunks
 from extract.supervise import Rendered, Supervisor
 from store.verifier import text_config
@@ -58,10 +58,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Made:
-    """A row that is kept: ids int32 [T], mask uint8 [T]; `finish_reason` of a rollout, "" of a conversation."""
+    """A row that is kept: ids int32 [T], mask uint8 [T]; `finish_reason` of a rollout, "" of a conversation.
+
+    prompt: what the first answer of the conversation was given, by which rows are held out together.
+    """
 
     ids: np.ndarray
     mask: np.ndarray
+    prompt: np.ndarray
     finish_reason: str
     cut: bool
 
@@ -102,7 +106,18 @@ class Maker:
         supervised = int(mask[:end].sum())
         if supervised < self.data.min_supervised:
             raise Dropped("few_supervised", f"{supervised} tokens, data.min_supervised is {self.data.min_supervised}")
-        return Made(ids[:end], mask[:end], item.finish_reason if isinstance(item, Rollout) else "", end < len(ids))
+        reason = item.finish_reason if isinstance(item, Rollout) else ""
+        return Made(ids[:end], mask[:end], self._prompt(item, ids, mask), reason, end < len(ids))
+
+    def _prompt(self, item: Rendered | Rollout, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Ids of what the first answer was given; where later ones are supervised alone it is rendered again."""
+        asked = item.asked if isinstance(item, Rollout) else None
+        if isinstance(item, Rendered) and self.data.turns == "last":
+            asked = list(takewhile(lambda message: message["role"] != "assistant", item.messages))
+        try:
+            return ids[: mask.argmax()] if asked is None else np.array(prompt_ids(self.tokenizer, asked), np.int32)
+        except RenderError:
+            return ids[: mask.argmax()]
 
     def part(self, chunk: Chunk, path: Path) -> int:
         """Write the part of a chunk, complete or not at all; the number of rows kept."""
@@ -119,7 +134,7 @@ class Maker:
                     finished[made.finish_reason] = finished.get(made.finish_reason, 0) + 1
                 content = hashlib.blake2b(made.ids, digest_size=16, key=self.seed)
                 content.update(made.mask)
-                prompt = hashlib.blake2b(made.ids[: made.mask.argmax()], digest_size=8, key=self.seed)
+                prompt = hashlib.blake2b(made.prompt, digest_size=8, key=self.seed)
                 name = _identity(row) or f"{chunk.source.name}:{number}"
                 values = (name, made.ids, made.mask, number, content.digest(), int.from_bytes(prompt.digest(), "little"))
                 for column, value in zip(columns, values, strict=True):
