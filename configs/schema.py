@@ -233,11 +233,17 @@ class Train(Section):
 
 
 class Evaluate(Section):
-    """Acceptance: closed-loop decoding and its offline simulation on held-out rollouts."""
+    """Acceptance (`train.evaluate`, and validation while training)."""
 
-    rollouts: Path | None = None  # of `extract.rollout`, on prompts that were not trained on
+    sets: tuple[str, ...] = ()  # files of prompts or rollouts, or public sets by name (`train.sets`)
+    limit: Positive | None = None  # conversations of each set
+    readings: tuple[Literal["closed_loop", "simulation"], ...] = ("closed_loop", "simulation")  # simulation alone: states from the store
+    engine: str | None = None  # URL of a served engine whose counters are read too
+    concurrency: Positive = 1  # requests that it has at once
+    rule: Literal["greedy", "standard", "greedy_drafts", "block"] = "greedy"  # of acceptance (`train.acceptance`)
+    temperature: Annotated[float, Field(gt=0)] = 1.0  # of every rule but greedy
     max_tokens: Positive = 128
-    batch_size: Positive = 32
+    batch_size: Positive = 32  # decoded together
     threads: Positive = 1
 
 
