@@ -64,7 +64,7 @@ def build_optimizers(draft: torch.nn.Module, config: Train) -> list[torch.optim.
         else:
             rest.append(parameter)
     groups = [{"params": rest, "lr": config.lr}, {"params": markov, "lr": config.lr * config.markov_lr_scale}]
-    optimizers = [torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=config.weight_decay)]
+    optimizers = [torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=config.weight_decay, fused=True)]
     if matrices:
         optimizers.insert(0, Muon(matrices, config.muon.lr or config.lr, config.muon))
     for optimizer in optimizers:
