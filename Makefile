@@ -19,7 +19,7 @@ help:
 
 demo: $(RUN)/data/data_contract.json
 	$(PY) -m slurm.launch $(CONFIG)
-	$(PY) -m train.evaluate $(CONFIG) --require $(REQUIRE)
+	$(PY) -m train.evaluate $(CONFIG) --require $(REQUIRE) --reference $$(ls -d $(RUN)/checkpoints/step_* | head -1)
 
 # What is interrupted goes on where it was.
 $(RUN)/data/data_contract.json: | $(VERIFIER)/config.json

@@ -38,6 +38,10 @@ class Verifier(Section):
     template: dict[str, bool | int | float | str] = {}  # switches of its chat template, e.g. {enable_thinking: false}
     margin: Annotated[float, Field(ge=0)] | None = None  # top-2 gap of logits under which argmax is rounding; null: 1e-3 fp32, 0.25 bf16
 
+    @property
+    def rounding(self) -> float:
+        return {"float32": 1e-3, "bfloat16": 0.25}[self.dtype] if self.margin is None else self.margin
+
 
 class Data(Section):
     """The tokenised data set that `extract.prepare_data` writes and training reads."""
@@ -230,7 +234,10 @@ class Train(Section):
     parallel: Literal["ddp", "fsdp"] = "ddp"  # ranks hold whole parameters, or rows of each (FSDP2)
     threads: Positive = 1  # CPU threads of one rank
     checkpoint_every: Positive = 500  # steps
-    keep_checkpoints: Positive = 3  # the newest
+    keep_checkpoints: Positive = 3  # the newest; the best one stays too
+    milestones: tuple[Fraction, ...] = ()  # shares of the run whose checkpoints stay too
+    validate_every: Positive | None = None  # steps between simulations on held-out data (`data.validation`)
+    validation_samples: Positive = 64
     log_every: Positive = 20  # steps
 
 

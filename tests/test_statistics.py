@@ -8,7 +8,7 @@ from scipy.stats import binomtest
 
 from train import statistics
 from train.simulate import expected_walk
-from train.statistics import compare, interval, looped, ratio, resample, summarise, total, walked
+from train.statistics import compare, looped, measured, ratio, resample, summarise, total, walked
 
 
 def prompts(random, count, gain=1.0, spread=0.25, sets=("a",)) -> list[dict]:
@@ -24,7 +24,13 @@ def prompts(random, count, gain=1.0, spread=0.25, sets=("a",)) -> list[dict]:
 
 
 def truth(**kwargs) -> float:
-    return float(ratio(total(statistics._plain(prompts(np.random.default_rng(99), 100_000, **kwargs)))))
+    sums = [record["sums"] for record in prompts(np.random.default_rng(99), 100_000, **kwargs)]
+    return sum(entry["tokens"] for entry in sums) / sum(entry["forwards"] for entry in sums)
+
+
+def interval(records, seed=0) -> list[float]:
+    drawn, freedoms = resample(records, seed)
+    return measured(ratio(total(drawn)), sum(freedoms.values()))["interval"]
 
 
 @pytest.mark.parametrize(("count", "sets"), [(25, ("a",)), (4, ("a", "b", "c", "d", "e")), (120, ("a",))])
@@ -32,8 +38,7 @@ def test_intervals_cover(monkeypatch, count, sets):
     monkeypatch.setattr(statistics, "RESAMPLES", 600)
     expected, covered, runs = truth(), 0, 300
     for run in range(runs):
-        drawn, freedom = resample(prompts(np.random.default_rng(run), count, sets=sets), seed=run)
-        low, high = interval(ratio(total(drawn)), freedom)
+        low, high = interval(prompts(np.random.default_rng(run), count, sets=sets), run)
         covered += low <= expected <= high
     # 95 % less what the bootstrap of a skewed ratio is known to lack at 20 prompts
     assert binomtest(covered, runs, 0.93).pvalue > 1e-3 or 0.93 < covered / runs < 0.97
@@ -59,7 +64,7 @@ def test_pairs_find_two_percent_and_nothing_where_nothing_is(monkeypatch):
 def test_turns_of_a_conversation_are_one_unit():
     one = prompts(np.random.default_rng(0), 10)
     twice = [record | {"id": f"{record['id']}/{turn}"} for record in one for turn in (1, 2)]
-    widths = [np.ptp(interval(ratio(total(drawn)), freedom)) for drawn, freedom in map(resample, (one, twice))]
+    widths = [np.ptp(interval(records)) for records in (one, twice)]
     assert widths[0] == pytest.approx(widths[1])
 
 

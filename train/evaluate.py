@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,22 +27,22 @@ from train.batch import Sample
 from train.bigram import bigram_accepted, bigram_counts, follower_table
 from train.checkpoint import latest, load_draft, read_record
 from train.confidence import calibration
+from train.counters import EngineError, ask_engine
 from train.decode import Decoded, Sampler, speculate
+from train.diagnose import diagnose
 from train.draft import Draft
-from train.engine import EngineError, ask_engine
 from train.feed import Feed, FeedError
 from train.protocol import differences, protocol
 from train.report import write_report
-from train.sets import Question, continue_conversation, read_sets
+from train.sets import Question, answer_all, read_sets
 from train.simulate import Response, expected_walk, simulate, walk
 from train.statistics import compare, looped, summarise, walked
 from train.verifier import FrozenVerifier
 
-TIE = 1e-3  # fp32 top-2 gap under which batch shape decides the argmax
 AGREE = 3.0  # standard errors within which two readings are the same
 
 
-def evaluate(config: Config, folder: Path, reference: Path | None = None) -> dict:
+def evaluate(config: Config, folder: Path, reference: Path | None = None, diagnosed: bool = False) -> dict:
     """Acceptance on `evaluate.sets` as a JSON-ready record: statistics of each reading, pairs, calibration, protocol, warnings.
 
     folder: a checkpoint or an exported draft; reference: another one, or a report.json. Raises ValueError, FileNotFoundError.
@@ -55,11 +53,13 @@ def evaluate(config: Config, folder: Path, reference: Path | None = None) -> dic
     frozen = FrozenVerifier.load(config.verifier.path, torch.float32, torch.device("cpu"), draft.kept)
     tokenizer = load_tokenizer(config.verifier)
     questions = read_sets(settings.sets, settings.limit, settings.max_tokens)
+    if diagnosed and "closed_loop" not in settings.readings:
+        raise ValueError("--diagnose runs the verifier here: evaluate.readings must have closed_loop")
     report: dict = {"draft": str(folder), "block_size": draft.spec.block_size, "warnings": []}
     records: dict[str, list[dict]] = {}
     block = draft.spec.block_size
 
-    states = StatesOf(config, folder)
+    asked, states = questions, StatesOf(config, folder)
     if "closed_loop" in settings.readings:
         sampler = Sampler(settings.rule, settings.temperature, torch.Generator().manual_seed(config.seed))
         verifier = states.verifier(draft.spec.taps)
@@ -72,7 +72,7 @@ def evaluate(config: Config, folder: Path, reference: Path | None = None) -> dic
             q.record | {"sums": looped(d.emitted, d.accepted, block, len(q.prompt_ids), q.turn)} for q, d in zip(questions, decoded)
         ]
         if settings.rule == "greedy":
-            report |= _losslessness(questions, decoded)
+            report |= _losslessness(questions, decoded, config.verifier.rounding)
         questions = [replace(question, response_ids=result.response_ids) for question, result in zip(questions, decoded)]
     elif missing := [question.id for question in questions if question.response_ids is None]:
         raise ValueError(f"{len(missing)} prompts have no answer ({missing[0]}, …): let extract.rollout answer them, or add closed_loop")
@@ -89,6 +89,9 @@ def evaluate(config: Config, folder: Path, reference: Path | None = None) -> dic
         report["engine_agreement"] = _engine_agreement(records, config)
     report |= {"readings": {name: summarise(rows, block) for name, rows in records.items()}, "records": records}
     report["main"] = next(iter(records))
+    if diagnosed:
+        told = [question if question.response_ids else answered for question, answered in zip(asked, questions)]
+        report["diagnosis"] = diagnose(config, draft, told)
     report["calibration"] = calibration(responses)
     report["protocol"] = protocol(config, draft.spec, questions, tokenizer)
     if reference:
@@ -96,23 +99,6 @@ def evaluate(config: Config, folder: Path, reference: Path | None = None) -> dic
         report["pairs"] = compare(records["simulation"], theirs) | {"reference": str(reference)}
         report["reference_positions"] = summarise(theirs, block)["unconditional"]
     return report
-
-
-def answer_all(what: str, questions: list[Question], tokenizer, batch: int, answer: Callable[[list[list[int]]], list]) -> list:
-    """Results of all questions, in their order: turn after turn, `batch` at a time. `answer` gives results with `response_ids`."""
-    started, results, answered = time.monotonic(), {}, {}
-    for turn in sorted({question.turn for question in questions}):
-        todo = [question for question in questions if question.turn == turn]
-        for question in todo:
-            if question.prompt_ids is None:
-                question.prompt_ids = continue_conversation(tokenizer, question, answered.get((question.conversation, turn - 1)))
-        for first in range(0, len(todo), batch):
-            part = todo[first : first + batch]
-            for question, result in zip(part, answer([question.prompt_ids for question in part]), strict=True):
-                results[question.id] = result
-                answered[question.conversation, turn] = replace(question, response_ids=result.response_ids)
-            print(f"{what}: {len(results)}/{len(questions)} answers, {time.monotonic() - started:.0f} s", flush=True)
-    return [results[question.id] for question in questions]
 
 
 class StatesOf:
@@ -138,8 +124,8 @@ class StatesOf:
         contract = self.feed.contract
         if taps != contract.taps:
             raise ValueError(f"the stored states have taps {contract.taps}, a draft wants {taps}")
-        out = torch.empty((len(token_ids), len(taps) + 1, hidden_size), dtype=getattr(torch, contract.dtype))
-        if not self.feed.obtain(Sample(-1, np.array(token_ids), np.ones(0)), out, 0):
+        out = self.feed.states(Sample(-1, np.array(token_ids), np.ones(0)))
+        if out is None:
             raise ValueError(f"an answer of {len(token_ids)} tokens has no states: {dict(self.feed.drops)}")
         return out
 
@@ -182,15 +168,15 @@ def _reference(config, reference: Path, questions, states, frozen: FrozenVerifie
     return _walked(questions, simulated(config, other, replace(frozen, heads=heads), questions, states))
 
 
-def _losslessness(questions: list[Question], decoded: list[Decoded]) -> dict:
+def _losslessness(questions: list[Question], decoded: list[Decoded], rounding: float) -> dict:
     """Answers with the draft against those without, where rollouts have them: identical, first different at a near tie, or wrong."""
     verdicts = []
     for expected, result in ((question.response_ids, result) for question, result in zip(questions, decoded) if question.response_ids):
         at = next((i for i, (a, b) in enumerate(zip(expected, result.response_ids)) if a != b), None)
         if at is None and len(expected) != len(result.response_ids):
             at = min(len(expected), len(result.response_ids)) - 1
-        verdicts.append("identical" if at is None else "near_ties" if result.gaps[at] < TIE else "wrong")
-    return {name: verdicts.count(name) for name in ("identical", "near_ties", "wrong")}
+        verdicts.append("identical" if at is None else "near_ties" if result.gaps[at] < rounding else "wrong")
+    return {name: verdicts.count(name) for name in ("identical", "near_ties", "wrong")} | {"rounding": rounding}
 
 
 def _agreement(loop: list[dict], simulation: list[dict], identical: int | None) -> dict:
@@ -203,12 +189,14 @@ def _agreement(loop: list[dict], simulation: list[dict], identical: int | None) 
 
 def _engine_agreement(records: dict[str, list[dict]], config: Config) -> dict:
     """The engine's counters against the closed loop, else the simulation: greedy up to each answer's last block, else within error."""
-    ours = records.get("closed_loop", records["simulation"])
-    entry = compare(records["engine"], ours)["all"] if config.evaluate.concurrency == 1 else None
-    forwards = [sum(record["sums"]["forwards"] for record in rows) for rows in (records["engine"], ours)]
-    low, high = (entry["difference"]["interval"] if entry else None) or (-np.inf, np.inf)
-    within = abs(forwards[0] - forwards[1]) <= len(ours) if config.evaluate.rule == "greedy" else low <= 0 <= high
-    return {"forwards": forwards, "agree": bool(within), "answers": len(ours)}
+    ours, theirs = records.get("closed_loop", records["simulation"]), records["engine"]
+    forwards = [sum(record["sums"]["forwards"] for record in rows) for rows in (theirs, ours)]
+    if config.evaluate.rule == "greedy" or config.evaluate.concurrency > 1:
+        agree = abs(forwards[0] - forwards[1]) <= len(ours)
+    else:
+        low, high = compare(theirs, ours)["all"]["difference"]["interval"] or (-np.inf, np.inf)
+        agree = low <= 0 <= high
+    return {"forwards": forwards, "agree": bool(agree), "answers": len(ours)}
 
 
 def main() -> None:
@@ -223,11 +211,7 @@ def main() -> None:
     if folder is None:
         sys.exit(f"train.evaluate: {config.run_dir} has no checkpoint yet; name one with --draft")
     try:
-        report = evaluate(config, folder, args.reference)
-        if args.diagnose:
-            from train.diagnose import diagnose
-
-            report["diagnosis"] = diagnose(config, folder)
+        report = evaluate(config, folder, args.reference, args.diagnose)
     except (ValueError, FileNotFoundError, RenderError, EngineError, FeedError) as error:
         sys.exit(f"train.evaluate: {error}")
     print(write_report(config.run_dir, report))

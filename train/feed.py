@@ -79,9 +79,8 @@ class Feed:
         record = self.dataset[int(row)]
         return Sample(int(row), record["input_ids"], record["loss_mask"])
 
-    def states(self, row: int) -> Tensor | None:
-        """States [T, m + 1, H] of one row of the data set, outside the order; None if they cannot be made."""
-        sample = self.sample(row)
+    def states(self, sample: Sample) -> Tensor | None:
+        """States [T, m + 1, H] of a sample outside the order; None if they cannot be made."""
         out = self._buffer(len(sample.token_ids))
         return out if self.obtain(sample, out, next(self._sequence)) else None
 

@@ -30,6 +30,8 @@ def draw_figures(folder: Path, report: dict) -> list[str]:
         if data and (name != "training.png" or data[0]):
             figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
             draw(axes, data)
+            if axes.get_legend_handles_labels()[1]:
+                figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
             figure.savefig(folder / name, dpi=120)
             plt.close(figure)
             drawn.append(name)
@@ -52,12 +54,11 @@ def _positions(axes, data) -> None:
     slots = np.arange(1, len(main["unconditional"]) + 1)
     _bars(axes, slots, main["unconditional"], 0.6, OURS, "of all forwards")
     given = main["conditional"]
-    axes.errorbar(slots, [e["value"] for e in given], _errors(given), color="tab:green", marker="o", markersize=4, capsize=2, linewidth=1)
-    axes.plot([], [], color="tab:green", marker="o", markersize=4, linewidth=1, label="of those that accepted the one before")
+    style = {"color": "tab:green", "marker": "o", "markersize": 4, "capsize": 2, "linewidth": 1}
+    axes.errorbar(slots, [e["value"] for e in given], _errors(given), **style, label="of those that accepted the one before")
     if reference:
         axes.plot(slots, [e["value"] for e in reference], "D", color=OTHER, markersize=5, label="reference, of all forwards")
-    axes.set(xlabel="position in the block", ylabel="share accepted", ylim=(0, 1), xticks=slots, title="Acceptance by position")
-    axes.legend(fontsize=8, frameon=False, loc="upper right")
+    axes.set(xlabel="position in the block", ylabel="share accepted", ylim=(0, 1.02), xticks=slots, title="Acceptance by position")
 
 
 def _histogram(axes, counts: list[float]) -> None:
@@ -70,20 +71,16 @@ def _histogram(axes, counts: list[float]) -> None:
 
 def _sets(axes, data) -> None:
     main, pairs = data
-    names = list(main["sets"])
+    names = list(pairs["sets"] if pairs else main["sets"])
     at = np.arange(len(names))
     if pairs:
-        names = list(pairs["sets"])
-        at = np.arange(len(names))
         _bars(axes, at - 0.2, [pairs["sets"][name]["ours"] for name in names], 0.38, OURS, "this draft")
-        _bars(axes, at + 0.2, [pairs["sets"][name]["reference"] for name in names], 0.38, OTHER, "reference")
-        axes.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
+        _bars(axes, at + 0.2, [pairs["sets"][name]["reference"] for name in names], 0.38, OTHER, "reference, same answers")
     else:
         _bars(axes, at, [main["sets"][name] for name in names], 0.6, OURS)
     axes.set_xticks(at, names, rotation=30 if len(names) > 4 else 0, ha="right" if len(names) > 4 else "center", fontsize=8)
     axes.set(ylabel="tokens per forward", title="By set, with 95 % intervals")
-    axes.set_ylim(bottom=min(1, axes.get_ylim()[0]) if not pairs else 0)
-    axes.margins(y=0.15)
+    axes.axhline(1, color=GREY, linestyle=":", linewidth=1, label="without a draft")
 
 
 def _context(axes, parts: dict) -> None:
@@ -91,18 +88,19 @@ def _context(axes, parts: dict) -> None:
     _bars(axes, at, list(parts.values()), 0.6, OURS)
     axes.set_xticks(at, [f"{start}–{2 * int(start) - 1}\n{entry['forwards']:,.0f} forwards" for start, entry in parts.items()], fontsize=8)
     axes.set(xlabel="tokens before the draft", ylabel="tokens per forward", title="By context length, with 95 % intervals")
+    axes.axhline(1, color=GREY, linestyle=":", linewidth=1, label="without a draft")
 
 
 def _calibration(axes, entry: dict) -> None:
     axes.plot([0, 1], [0, 1], color=GREY, linestyle=":", linewidth=1)
     for name, color, label in (("before", OTHER, "as trained"), ("after", OURS, "scaled")):
-        bins = np.array(entry["reliability"][name])
-        bins = bins[bins[:, 0] > 0]
-        size = 4 + 60 * np.sqrt(bins[:, 0] / bins[:, 0].sum())
-        axes.plot(bins[:, 1], bins[:, 2], color=color, linewidth=1, label=f"{label}: ECE {entry['ece'][name]:.1%}")
-        axes.scatter(bins[:, 1], bins[:, 2], s=size, color=color)
-    axes.set(xlabel="predicted survival of the block's prefix", ylabel="share that survived", xlim=(0, 1), ylim=(0, 1), title="Confidence")
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
+        weight, predicted, happened = np.array([row for row in entry["reliability"][name] if row[0] >= 1]).T  # a forward at least
+        middle, half = (happened + 2 / weight) / (1 + 4 / weight), 2 * np.sqrt(happened * (1 - happened) / weight + 1 / weight**2)
+        ends = np.abs([happened - middle + half / (1 + 4 / weight), middle + half / (1 + 4 / weight) - happened])  # Wilson
+        style = {"color": color, "marker": "o", "markersize": 4, "capsize": 2, "linewidth": 1, "alpha": 0.9}
+        axes.errorbar(predicted, happened, ends, **style, label=f"{label}: ECE {entry['ece'][name]:.1%}")
+    axes.set(xlabel="predicted survival of the block's prefix", ylabel="share that survived", title="Confidence")
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
 
 
 def _lines(path: Path) -> dict[int, dict]:

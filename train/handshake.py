@@ -19,7 +19,6 @@ from store.verifier import fingerprint
 from train.verifier import FrozenVerifier
 
 TOKENS, REPRODUCED = 64, 62  # greedy tokens of the engine, and how many of them its own last states must reproduce
-MARGIN = {"float32": 1e-3, "bfloat16": 0.25}  # closer than this, argmax is a matter of rounding (verifier.margin)
 
 
 def handshake(config: Config, pool: Pool, store: ObjectStore, frozen: FrozenVerifier, prompts: list[list[int]]) -> StateContract:
@@ -34,7 +33,7 @@ def handshake(config: Config, pool: Pool, store: ObjectStore, frozen: FrozenVeri
         raise ContractMismatch(f"another verifier: the engine serves {contract.verifier}, {config.verifier.path} is {ours}")
     frozen.last = contract.last
     last, tokens = _greedy(run_prefix(config.run_dir), pool, store, contract, prompts, frozen.embedding.shape[1])
-    margin = MARGIN[contract.dtype] if config.verifier.margin is None else config.verifier.margin
+    margin = config.verifier.rounding
     missed, judged = _missed(frozen.logits(last), tokens, margin)
     if missed > TOKENS - REPRODUCED:
         raise ContractMismatch(_diagnose(frozen, last, tokens, margin, f"{missed} of {judged} greedy tokens are not reproduced"))

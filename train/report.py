@@ -64,9 +64,9 @@ def _reading(name: str, entry: dict) -> tuple:
 
 def _sets(main: dict, pairs: dict | None) -> list[str]:
     if pairs is None:
-        rows = [(name, entry["prompts"], _number(entry)) for name, entry in main["sets"].items()]
+        rows = [(name, entry["answers"], _number(entry)) for name, entry in main["sets"].items()]
         return _table(["set", "answers", "this draft"], rows)
-    rows = [_pair(name, main["sets"][name]["prompts"], entry) for name, entry in pairs["sets"].items()]
+    rows = [_pair(name, main["sets"][name]["answers"], entry) for name, entry in pairs["sets"].items()]
     rows += [_pair(f"**mean over {len(rows)} sets**", "", pairs["mean_over_sets"]), _pair("**all answers**", "", pairs["all"])]
     return [
         *_table(["set", "answers", "this draft", "reference", "vs reference", "difference"], rows),
@@ -102,7 +102,7 @@ def _agreement(report: dict) -> list[str]:
     if "identical" in report:
         lines.append(
             f"- output with and without the draft: {report['identical']} answers identical, {report['near_ties']} differ first at a near "
-            f"tie (top-2 gap under 1e-3), {report['wrong']} otherwise"
+            f"tie (top-2 gap under {report['rounding']:g}), {report['wrong']} otherwise"
         )
     if entry := report.get("agreement"):
         verdict = "agree" if entry["agree"] else "DISAGREE"

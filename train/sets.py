@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from extract.render import RenderError, between_ids, prompt_ids
+from extract.render import between_ids, prompt_ids
 
 REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 CODE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
@@ -98,7 +100,7 @@ def _public(name: str):
 
 def _questions(row: dict, file: str, max_tokens: int) -> list[Question]:
     identity = str(row["id"])
-    numbered = re.fullmatch(r"(.+?)[-_]?\d+(/\d+)?", identity)
+    numbered = re.fullmatch(r"(\D.*?)[-_]?\d+(/\d+)?", identity)
     name = row.get("set") or (numbered.group(1) if numbered else file)
     if "turns" in row:
         ids = [identity, *(f"{identity}/{turn}" for turn in range(2, len(row["turns"]) + 1))]
@@ -109,12 +111,28 @@ def _questions(row: dict, file: str, max_tokens: int) -> list[Question]:
     return [Question(identity, name, conversation, turn, row["prompt_ids"], row["response_ids"][:max_tokens], messages=messages)]
 
 
-def continue_conversation(tokenizer, question: Question, before: Question | None) -> list[int]:
-    """Prompt ids of a turn whose predecessor has been answered. Raises RenderError."""
+def answer_all(what: str, questions: list[Question], tokenizer, batch: int, answer: Callable[[list[list[int]]], list]) -> list:
+    """Results of all questions, in their order: turn after turn, `batch` at a time. `answer` gives results with `response_ids`.
+
+    Prompts of later turns are rendered by the verifier's template as their turn comes. Raises RenderError."""
+    started, results, answered = time.monotonic(), {}, {}
+    for turn in sorted({question.turn for question in questions}):
+        todo = [question for question in questions if question.turn == turn]
+        for question in todo:
+            if question.prompt_ids is None:
+                question.prompt_ids = _prompt_ids(tokenizer, question, answered.get((question.conversation, turn - 1)))
+        for first in range(0, len(todo), batch):
+            part = todo[first : first + batch]
+            for question, result in zip(part, answer([question.prompt_ids for question in part]), strict=True):
+                results[question.id] = result
+                answered[question.conversation, turn] = replace(question, response_ids=result.response_ids)
+            print(f"{what}: {len(results)}/{len(questions)} answers, {time.monotonic() - started:.0f} s", flush=True)
+    return [results[question.id] for question in questions]
+
+
+def _prompt_ids(tokenizer, question: Question, before: Question | None) -> list[int]:
     users = [{"role": "user", "content": text} for text in question.turns]
-    if before is None:
+    if question.turn == 1:
         return prompt_ids(tokenizer, users)
-    if not before.prompt_ids or not before.response_ids:
-        raise RenderError(f"{question.id}: the turn before it was not answered")
     ids = before.prompt_ids + before.response_ids
     return ids + between_ids(tokenizer, users[:1], users[-1], ids[-1])

@@ -15,7 +15,7 @@ from scipy.stats import norm, t
 from train.simulate import Walk
 
 RESAMPLES, LEVEL = 4000, 0.95
-Sums = dict[str, np.ndarray]  # key -> [RESAMPLES] sums of a set over resampled conversations
+Sums = dict[str, np.ndarray]  # key -> [1 + RESAMPLES] sums
 
 
 def looped(emitted: list[int], accepted: list[int], block: int, prompt: int, turn: int) -> Counter:
@@ -40,8 +40,8 @@ def _add(sums: Counter, tokens, forwards, contexts, turn: int) -> None:
             sums["forwards" + part] += float(visits)
 
 
-def resample(records: list[dict], seed: int = 0) -> tuple[dict[str, Sums], int]:
-    """Sums of each set over conversations drawn with replacement, and the degrees of freedom left.
+def resample(records: list[dict], seed: int = 0) -> tuple[dict[str, Sums], dict[str, int]]:
+    """Sums of each set, and its degrees of freedom: [0] as measured, the others over conversations drawn with replacement.
 
     Turns of a conversation stay together. A set of n conversations draws n - 1 of them, counted n / (n - 1) times, so that small sets
     have the variance that they should; a set of one is taken as it is.
@@ -53,118 +53,84 @@ def resample(records: list[dict], seed: int = 0) -> tuple[dict[str, Sums], int]:
     random, drawn = np.random.default_rng(seed), {}
     for name, conversations in sorted(units.items()):
         table = np.array([[sums[key] for key in keys] for sums in conversations.values()], float)
-        count = len(table)
-        weights = np.ones((1, 1)) if count == 1 else random.multinomial(count - 1, [1 / count] * count, RESAMPLES) * count / (count - 1)
-        drawn[name] = dict(zip(keys, np.broadcast_to(weights @ table, (RESAMPLES, len(keys))).T, strict=True))
-    return drawn, sum(len(conversations) - 1 for conversations in units.values())
+        weights = np.ones((1 + RESAMPLES, count := len(table)))
+        if count > 1:
+            weights[1:] = random.multinomial(count - 1, [1 / count] * count, RESAMPLES) * count / (count - 1)
+        drawn[name] = dict(zip(keys, (weights @ table).T, strict=True))
+    return drawn, {name: len(units[name]) - 1 for name in drawn}
 
 
-def interval(samples: np.ndarray, freedom: int) -> list[float] | None:
-    """LEVEL interval of resampled values: percentiles, widened as Student's t is against the normal for small samples."""
-    samples = samples[np.isfinite(samples)]
-    if freedom < 1 or not len(samples):
-        return None
-    tail = norm.cdf(t.ppf((1 - LEVEL) / 2, freedom))
-    return [float(value) for value in np.quantile(samples, [tail, 1 - tail])]
+def measured(samples: np.ndarray, freedom: int) -> dict:
+    """A statistic of `resample`'s sums as {"value", "interval"}: percentiles, widened as Student's t is against the normal for small
+    samples; no interval where nothing was left to draw."""
+    drawn = samples[1:][np.isfinite(samples[1:])]
+    tail = norm.cdf(t.ppf((1 - LEVEL) / 2, freedom)) if freedom > 0 else None
+    interval = np.quantile(drawn, [tail, 1 - tail]).tolist() if tail is not None and len(drawn) else None
+    return {"value": float(samples[0]), "interval": interval}
 
 
-def ratio(sums: dict, part: str = "") -> np.ndarray | float:
+def ratio(sums: Sums, part: str = "") -> np.ndarray:
     """Tokens per forward, of "/turn n" or "/context c" where asked."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.divide(sums["tokens" + part], sums["forwards" + part])
+        return sums["tokens" + part] / sums["forwards" + part]
 
 
-def total(sets: dict[str, dict]) -> dict:
+def total(sets: dict[str, Sums]) -> Sums:
     """Sums over sets."""
     return {key: sum(sums[key] for sums in sets.values()) for key in next(iter(sets.values()))}
-
-
-def _plain(records: list[dict]) -> dict[str, dict]:
-    keys = {key for record in records for key in record["sums"]}
-    sets: dict[str, dict] = {}
-    for record in records:
-        sums = sets.setdefault(record["set"], dict.fromkeys(keys, 0.0))
-        for key, value in record["sums"].items():
-            sums[key] += value
-    return dict(sorted(sets.items()))
 
 
 def summarise(records: list[dict], block: int) -> dict:
     """Tokens per forward over all prompts, its mean over sets, and by set, turn and context length; acceptance by position: share of
     forwards that accept at least k drafts, of those that accept k - 1, and that accept exactly k. Each with its interval."""
-    plain, (drawn, freedom) = _plain(records), resample(records)
-    sums, samples = total(plain), total(drawn)
-    sizes = Counter(record["set"] for record in records)
-    conversations = {name: len({record["conversation"] for record in records if record["set"] == name}) for name in plain}
-
-    def measured(value, resampled, dof=freedom) -> dict:
-        return {"value": float(value), "interval": interval(resampled, dof)}
+    sets, freedoms = resample(records)
+    sums, freedom = total(sets), sum(freedoms.values())
+    reached = np.stack([sums[key] for key in ("forwards", *(f"at_least/{k}" for k in range(1, block + 1)))])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        conditional = reached[1:] / reached[:-1]
 
     def parts(kind: str) -> dict:
-        found = sorted({int(key.split(f"/{kind} ")[1]) for key in sums if key.startswith(f"forwards/{kind} ")})
-        return {
-            str(at): measured(ratio(sums, f"/{kind} {at}"), ratio(samples, f"/{kind} {at}"))
-            | {"forwards": sums[f"forwards/{kind} {at}"], "tokens": sums[f"tokens/{kind} {at}"]}
-            for at in found
-        }
+        found = sorted(int(key.split(f"/{kind} ")[1]) for key in sums if key.startswith(f"forwards/{kind} "))
+        names = {str(at): f"/{kind} {at}" for at in found}
+        return {at: measured(ratio(sums, part), freedom) | {"forwards": float(sums["forwards" + part][0])} for at, part in names.items()}
 
-    def accepted(table: dict) -> np.ndarray:
-        return np.stack([np.asarray(table[key], float) for key in ("forwards", *(f"at_least/{k}" for k in range(1, block + 1)))])
-
-    reached, reached_drawn = accepted(sums), accepted(samples)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        conditional, conditional_drawn = reached[1:] / reached[:-1], reached_drawn[1:] / reached_drawn[:-1]
+    answers = Counter(record["set"] for record in records)
     return {
-        "tokens_per_forward": measured(ratio(sums), ratio(samples)),
-        "mean_over_sets": measured(np.mean([*map(ratio, plain.values())]), np.mean([*map(ratio, drawn.values())], axis=0)),
-        "tokens": sums["tokens"],
-        "forwards": sums["forwards"],
-        "accepted_per_forward": float(reached[1:].sum() / reached[0]),
-        "sets": {
-            name: measured(ratio(plain[name]), ratio(drawn[name]), conversations[name] - 1)
-            | {"prompts": sizes[name], "forwards": plain[name]["forwards"]}
-            for name in plain
-        },
+        "tokens_per_forward": measured(ratio(sums), freedom),
+        "mean_over_sets": measured(np.mean([*map(ratio, sets.values())], axis=0), freedom),
+        "forwards": float(sums["forwards"][0]),
+        "accepted_per_forward": float(reached[1:, 0].sum() / reached[0, 0]),
+        "sets": {name: measured(ratio(sets[name]), freedoms[name]) | {"answers": answers[name]} for name in sets},
         "turns": parts("turn"),
         "context": parts("context"),
-        "unconditional": [measured(a / reached[0], b / reached_drawn[0]) for a, b in zip(reached[1:], reached_drawn[1:])],
-        "conditional": [measured(a, b) for a, b in zip(conditional, conditional_drawn)],
-        "histogram": (-np.diff([*reached, 0.0])).tolist(),
+        "unconditional": [measured(count / reached[0], freedom) for count in reached[1:]],
+        "conditional": [measured(share, freedom) for share in conditional],
+        "histogram": (reached[:, 0] - [*reached[1:, 0], 0.0]).tolist(),
     }
 
 
 def compare(ours: list[dict], reference: list[dict]) -> dict:
     """Ours against a reference on the same prompts: difference and ratio of tokens per forward over all prompts, over the mean of sets
     and by set, each with its interval, and the sets won and lost. Prompts that only one side answered are left out and counted."""
-    other = {record["id"]: record["sums"] for record in reference}
-    pairs = []
+    other, pairs = {record["id"]: record["sums"] for record in reference}, []
     for record in ours:
         if theirs := other.get(record["id"]):
             sums = {key: record["sums"][key] for key in ("tokens", "forwards")}
-            sums |= {f"{key}/other": theirs[key] for key in sums}
-            pairs.append(record | {"sums": sums})
+            pairs.append(record | {"sums": sums | {f"{key}/other": theirs[key] for key in sums}})
     if not pairs:
         raise ValueError("the reference answered none of these prompts")
-    plain, (drawn, freedom) = _plain(pairs), resample(pairs)
-    counts = {name: len({pair["conversation"] for pair in pairs if pair["set"] == name}) for name in plain}
+    drawn, freedoms = resample(pairs)
 
-    def difference(sums: dict) -> tuple:
-        mine, theirs = ratio(sums), ratio(sums, "/other")
-        return mine - theirs, mine / theirs, mine, theirs
+    def against(sums: list[Sums], freedom: int) -> dict:
+        mine, theirs = (np.mean([ratio(part, side) for part in sums], axis=0) for side in ("", "/other"))
+        values = {"difference": mine - theirs, "ratio": mine / theirs, "ours": mine, "reference": theirs}
+        return {name: measured(samples, freedom) for name, samples in values.items()}
 
-    def measured(value: tuple, resampled: tuple, dof: int) -> dict:
-        names = ("difference", "ratio", "ours", "reference")
-        return {name: {"value": float(a), "interval": interval(b, dof)} for name, a, b in zip(names, value, resampled)}
-
-    def mean_of_sets(sets: dict[str, dict]) -> tuple:
-        mine, theirs = (np.mean([ratio(sums, part) for sums in sets.values()], axis=0) for part in ("", "/other"))
-        return mine - theirs, mine / theirs, mine, theirs
-
-    sets = {name: measured(difference(plain[name]), difference(drawn[name]), counts[name] - 1) for name in plain}
+    freedom, sets = sum(freedoms.values()), {name: against([drawn[name]], freedoms[name]) for name in drawn}
     signs = [np.sign(entry["difference"]["value"]) for entry in sets.values()]
     return {
-        "all": measured(difference(total(plain)), difference(total(drawn)), freedom),
-        "mean_over_sets": measured(mean_of_sets(plain), mean_of_sets(drawn), freedom),
+        "all": against([total(drawn)], freedom),
+        "mean_over_sets": against([*drawn.values()], freedom),
         "sets": sets,
         "wins": signs.count(1),
         "losses": signs.count(-1),
