@@ -71,15 +71,29 @@ class Extract(Section):
     drain_s: Annotated[float, Field(ge=0)] = 30.0
 
 
+class Mooncake(Section):
+    """The Mooncake store: a master (`store.master`), and memory of the processes that put."""
+
+    host: str = "127.0.0.1"  # the master's address, on the fabric; each client finds its own by the route to it
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: str = ""  # of RDMA, with commas between; empty: Mooncake chooses
+    deadline_s: Positive = 5  # without an answer or a byte from a peer; the call that waits for it fails then
+    lease_s: Positive = 60  # longer than the slowest read of one object
+    release_s: Positive = 120  # until the space of a put that never ended is used again: longer than the slowest put
+    orphan_s: Positive = 120  # until an object that nobody removed has lost its consumer: longer than a fetch of a sample waits
+
+
 class Store(Section):
     """Where states go. Streaming objects and the durable cache have a byte budget each."""
 
-    kind: Literal["local"] = "local"
-    path: Path  # of the streaming objects: a memory file system is best
+    kind: Literal["local", "mooncake"] = "local"
+    path: Path  # local: of the streaming objects, a memory file system is best; mooncake: where the master says its address
     bytes: Bytes = 1 << 30
+    codec: Literal["raw", "fp8", "fp8_all"] = "raw"  # fp8: e4m3, one scale per token and tap; fp8_all: the last state too
     keep: bool = False  # also put what was fetched into the durable cache
     cache_path: Path | None = None
     cache_bytes: Bytes = 8 << 30
+    mooncake: Mooncake = Mooncake()
 
     @model_validator(mode="after")
     def _cache_has_a_place(self):

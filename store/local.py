@@ -146,6 +146,9 @@ class LocalStore:
             with self._folder.errors(name):
                 (self._folder.path / _file_name(name)).unlink(missing_ok=True)
 
+    def register(self, memory: memoryview) -> None:
+        """Files are read into any memory."""
+
     def usage(self) -> Usage:
         return self._folder.usage()
 

@@ -1,0 +1,224 @@
+"""The Mooncake master of a run: `python -m store.master CONFIG`.
+
+Starts Mooncake's own master so that it never evicts, says where in `store.path` once it has answered, and stays beside it:
+removes what lost its consumer, logs what the store holds, and ends it when it hangs. Started again after a crash it takes the
+same ports, where all clients find it. Ends with the master; on SIGTERM it ends the master and exits 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import importlib.util
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import httpx
+
+from configs.schema import Config, Mooncake, config_argument, parse
+from store.mooncake import REGISTRATION, connect, metrics, silence
+from store.objects import Gone
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+REPORT_S = 30.0
+READY_S = 30.0  # Mooncake's master is up within a second
+STUCK = 3  # times deadline_s without an answer: it will not come back
+PORTS = range(20000, 30000)  # below what Linux gives out by itself, above what Mooncake's clients take
+PR_SET_PDEATHSIG = 1
+STOP = {signal.SIGTERM, signal.SIGINT}
+ALERT = "master_evicted_key_count"  # must stay 0
+
+_libc = ctypes.CDLL(None)  # loaded before any fork
+
+
+class MasterError(Exception):
+    """The master cannot be started, or has failed; the message is one line."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="store.master", description=__doc__.splitlines()[0])
+    config_argument(parser)
+    _, config = parse(parser, argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s master: %(message)s", datefmt="%H:%M:%S", force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if config.store.kind != "mooncake":
+        print(f"store.master: store.kind is {config.store.kind}, which needs no master", file=sys.stderr)
+        return 2
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # taken by `watch` alone
+    try:
+        run(config)
+    except (Gone, MasterError, OSError) as error:
+        print(f"store.master: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(config: Config) -> None:
+    """Start a master, publish it, watch it until a stop signal. Raises MasterError, Gone, OSError."""
+    settings, file = config.store.mooncake, config.store.path / REGISTRATION
+    config.store.path.mkdir(parents=True, exist_ok=True)
+    rpc, http = _ports(settings.host, file)
+    master = subprocess.Popen(command(settings, rpc, http), preexec_fn=partial(_die_with, os.getpid()), stdin=subprocess.DEVNULL)
+    try:
+        url = f"http://{_bracketed(settings.host)}:{http}"
+        _wait_ready(master, url)
+        client, _ = connect(settings, f"{_bracketed(settings.host)}:{rpc}", 0)
+        if client.is_exist("nothing") != 0:
+            raise MasterError(f"the master at port {rpc} does not answer a client")
+        _publish(file, {"rpc": f"{_bracketed(settings.host)}:{rpc}", "http": url, "pid": master.pid})
+        log.info("at %s:%d, metrics at %s", settings.host, rpc, url)
+        watch(master, client, url, settings)
+        file.unlink(missing_ok=True)
+    finally:
+        master.kill()
+        master.wait()
+
+
+def command(settings: Mooncake, rpc: int, http: int) -> list[str]:
+    """Mooncake's master. Defaults evict acknowledged objects, and starve the reclaim of dead puts: both eviction flags are off."""
+    spec = importlib.util.find_spec("mooncake")
+    if spec is None:
+        raise MasterError("store.kind mooncake needs the package mooncake-transfer-engine")
+    flags = {
+        "rpc_address": settings.host,
+        "rpc_port": rpc,
+        "metrics_host": settings.host,
+        "metrics_port": http,
+        "eviction_high_watermark_ratio": 1.0,
+        "eviction_ratio": 0,
+        "default_kv_lease_ttl": settings.lease_s * 1000,
+        "put_start_discard_timeout_sec": max(1, settings.release_s // 2),  # names are never used again, so nobody waits for this
+        "put_start_release_timeout_sec": settings.release_s,
+        "enable_metric_reporting": "false",  # `watch` says it in one line
+        "minloglevel": 1,
+    }
+    return [str(Path(spec.submodule_search_locations[0]) / "mooncake_master"), *(f"--{flag}={value}" for flag, value in flags.items())]
+
+
+def watch(master: subprocess.Popen, client, url: str, settings: Mooncake) -> None:
+    """Until a stop signal. Raises MasterError where the master ends, or answers nothing for STUCK deadlines."""
+    orphans = Orphans(client, settings.orphan_s)
+    answered = reported = time.monotonic()
+    while signal.sigtimedwait(STOP, LOOK_S) is None:
+        if (status := master.poll()) is not None:
+            raise MasterError(f"mooncake_master ended with status {status}")
+        now = time.monotonic()
+        try:
+            orphans.sweep(httpx.get(f"{url}/get_all_keys", timeout=settings.deadline_s, trust_env=False).text.split("\n"), now)
+            values = metrics(url)
+        except (httpx.HTTPError, Gone) as error:
+            if now - answered > STUCK * settings.deadline_s:
+                raise MasterError(f"mooncake_master has not answered for {now - answered:.0f} s ({error})") from None
+            continue
+        answered = time.monotonic()
+        if values[ALERT]:
+            raise MasterError(f"{values[ALERT]:.0f} objects were evicted, which must never happen: states are being lost")
+        if now - reported > REPORT_S:
+            reported = now
+            _report(values, orphans)
+
+
+class Orphans:
+    """Objects that nobody removed in time: their consumer has died, or their put outlived its asker. By this process's clock."""
+
+    def __init__(self, client, age_s: float):
+        self.client, self.age_s = client, age_s
+        self.seen: dict[str, float] = {}
+        self.swept = 0
+
+    def sweep(self, keys: list[str], now: float) -> None:
+        self.seen = {key: self.seen.get(key, now) for key in keys if key}
+        old = [key for key, since in self.seen.items() if now - since > self.age_s]
+        # Where the consumer was only slow its read fails, or its checksum does, and it asks again.
+        codes = self.client.batch_remove(old, True) if old else []
+        self.swept += codes.count(0)
+
+
+def _report(values: dict[str, float], orphans: Orphans) -> None:
+    log.info(
+        "%d objects, %.1f of %.1f MB, %d clients, %d puts without room, %d puts that never ended, %d orphans removed",
+        values["master_key_count"],
+        values["master_allocated_bytes"] / 1e6,
+        values["master_total_capacity_bytes"] / 1e6,
+        values["master_active_clients"],
+        values["master_put_start_alloc_failures_total"],
+        values["master_put_start_discard_cnt"],
+        orphans.swept,
+    )
+
+
+def _ports(host: str, file: Path) -> tuple[int, int]:
+    """Ports for clients and for metrics: those of the master that was here before, else two free ones.
+
+    Clients keep to the address that they were set up with, and mount their memory again when a master answers there.
+    """
+    try:
+        before = json.loads(file.read_text())
+        wanted = [int(before[key].rpartition(":")[2]) for key in ("rpc", "http")]
+    except FileNotFoundError:
+        wanted = []
+    if wanted:
+        end = time.monotonic() + READY_S
+        while not all(_free(host, port) for port in wanted):
+            if time.monotonic() > end:
+                raise MasterError(f"ports {wanted} of the master that {file} names are in use; is it still running?")
+            time.sleep(0.1)
+        return wanted[0], wanted[1]
+    free = (port for port in random.sample(PORTS, len(PORTS)) if _free(host, port))
+    return next(free), next(free)
+
+
+def _free(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise MasterError(f"store.mooncake.host = {host!r}: no port can be had there ({error.strerror})") from None
+            return False
+    return True
+
+
+def _wait_ready(master: subprocess.Popen, url: str) -> None:
+    end = time.monotonic() + READY_S
+    while (problem := silence(url, 1.0)) is not None:
+        if (status := master.poll()) is not None:
+            raise MasterError(f"mooncake_master ended with status {status} before it answered")
+        if time.monotonic() > end:
+            raise MasterError(f"mooncake_master did not answer within {READY_S:.0f} s: {problem}")
+        time.sleep(0.05)
+
+
+def _publish(file: Path, where: dict) -> None:
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(where))
+    partial.replace(file)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _die_with(parent: int) -> None:
+    """Between fork and exec: the kernel kills this process when `parent` dies."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
