@@ -125,7 +125,7 @@ def fitting(mask: np.ndarray, length: int, cut: str) -> int:
 
 
 def make_parts(
-    config: Config, sources: list[Source], folder: Path, shard: tuple[int, int], progress: Callable[[int, int], None]
+    config: Config, maker: Maker, sources: list[Source], folder: Path, shard: tuple[int, int], progress: Callable[[int, int], None]
 ) -> list[Part]:
     """Make what is missing of shard i of n; all parts of the data in their order, made or not.
 
@@ -146,7 +146,6 @@ def make_parts(
                 progress(chunk.size, chunk.nbytes)
 
     if config.data.processes == 1:
-        maker = Maker(config)
         for chunk, path in missing():
             maker.part(chunk, path)
             progress(chunk.size, chunk.nbytes)

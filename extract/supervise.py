@@ -84,7 +84,7 @@ class Supervisor:
             if begin >= limit:
                 break
             begin, stop, end = self._borders(text, begin, len(text.rstrip()))
-            if index + 1 < len(messages):  # the last turn ends where the text does
+            if text[begin:stop].strip() != messages[index]["content"].strip():  # else it is plain where the turn ends
                 alone = render(self.tokenizer, messages[: index + 1], tools)
                 start = self._begin(alone, messages[: index + 1], index, tools, prompt)
                 start, alone_stop, _ = self._borders(alone, start, len(alone.rstrip()))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterable, Iterator
@@ -85,6 +86,10 @@ class MooncakeStore:
             for name, code in zip(names, client.batch_remove(names, True)):
                 if code not in ABSENT:  # an unfinished put among them: the master takes its space back (release_s)
                     _check(code, name)
+
+    def remove_run(self, run: str) -> None:
+        with self._use(run) as client:
+            _check(client.remove_by_regex(f"^{re.escape(run)}", True), run)
 
     def register(self, memory: memoryview) -> None:
         with self._use("register") as client:

@@ -13,6 +13,7 @@ from processes import end_of, wait_for
 from tiny import write_recipe
 
 from extract.prepare_data import main as prepare_data
+from store.local import LOCK
 
 pytestmark = pytest.mark.integration
 
@@ -22,7 +23,7 @@ def recipe(tiny_verifier, tmp_path) -> Path:
     """A run that trains for ever."""
     overrides = {
         "train": {"epochs": 100_000, "global_batch": 4, "num_anchors": 8, "log_every": 1},
-        "launch": {"trainers": 2, "ready_s": 120},
+        "launch": {"trainers": 2, "ready_s": 300},
     }
     recipe = write_recipe(tmp_path, tiny_verifier("llama"), overrides)
     rows = [{"id": str(seed), "prompt_ids": list(range(9)), "response_ids": list(range(seed, seed + 90))} for seed in range(8)]
@@ -35,13 +36,13 @@ def recipe(tiny_verifier, tmp_path) -> Path:
 def launch(tree, recipe: Path):
     """Starts the launcher with these arguments after CONFIG; afterwards nothing must be left of it."""
     yield lambda *arguments: tree.python("-m", "slurm.launch", recipe, *arguments)
-    run = recipe.parent / "run"
-    assert not tree.alive() and not list((run / "extractors").glob("*"))
+    assert not tree.alive() and not list((recipe.parent / "run" / "extractors").iterdir())
+    assert [file.name for file in (recipe.parent / "store").iterdir()] == [LOCK]  # no states that nobody will read
 
 
 def wait_for_steps(process, recipe: Path) -> None:
     log = recipe.parent / "run" / "metrics.jsonl"
-    wait_for(lambda: process.poll() is not None or (log.exists() and len(log.read_text().splitlines()) >= 3), seconds=120)
+    wait_for(lambda: process.poll() is not None or (log.exists() and len(log.read_text().splitlines()) >= 3), seconds=300)
     assert process.poll() is None, process.stderr.read()
 
 
@@ -49,7 +50,7 @@ def test_good_launch(launch, recipe):
     stale = recipe.parent / "run" / "extractors" / "stale.json"  # of a launch that was killed: nobody answers there
     stale.parent.mkdir(parents=True)
     stale.write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
-    status, out, err = end_of(launch("train.max_steps=2"), seconds=120)
+    status, out, err = end_of(launch("train.max_steps=2"), seconds=300)
     assert status == 0, err
     assert (recipe.parent / "run" / "checkpoints" / "latest").exists(), out
 
@@ -85,5 +86,5 @@ def test_sigterm_while_the_extractor_starts(launch, tree, recipe):
 
 
 def test_extractor_that_dies_before_it_is_ready(launch):
-    status, _, err = end_of(launch("verifier.path=no/such/verifier"), seconds=60)
+    status, _, err = end_of(launch("verifier.path=no/such/verifier"), seconds=120)
     assert status == 1 and "launch: extractor-0 ended with status 1" in err and "no/such/verifier" in err

@@ -137,5 +137,6 @@ def test_several_writers_and_sigkill_at_any_moment(tmp_path):
         writer.kill()
         writer.wait()
     usage = cache.usage()
-    assert usage.keys == 20 and usage.bytes == 20 * ENTRY
-    assert len(held(cache, range(60))) == 20, "an entry was not whole"
+    assert 20 - len(writers) <= usage.keys <= 20  # each may have died after it made room and before it used it
+    assert usage.bytes == usage.keys * ENTRY
+    assert len(held(cache, range(60))) == usage.keys, "an entry was not whole"

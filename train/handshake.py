@@ -13,7 +13,7 @@ from torch import Tensor
 from configs.schema import Config
 from extract.pool import Pool
 from store.contract import ContractMismatch, StateContract
-from store.objects import ObjectStore
+from store.objects import ObjectStore, run_prefix
 from store.sample import discard, fetch
 from store.verifier import fingerprint
 from train.verifier import FrozenVerifier
@@ -33,7 +33,7 @@ def handshake(config: Config, pool: Pool, store: ObjectStore, frozen: FrozenVeri
     if (ours := fingerprint(config.verifier.path)) != contract.verifier:
         raise ContractMismatch(f"another verifier: the engine serves {contract.verifier}, {config.verifier.path} is {ours}")
     frozen.last = contract.last
-    last, tokens = _greedy(pool, store, contract, prompts, frozen.embedding.shape[1])
+    last, tokens = _greedy(run_prefix(config.run_dir), pool, store, contract, prompts, frozen.embedding.shape[1])
     margin = MARGIN[contract.dtype] if config.verifier.margin is None else config.verifier.margin
     missed, judged = _missed(frozen.logits(last), tokens, margin)
     if missed > TOKENS - REPRODUCED:
@@ -43,14 +43,14 @@ def handshake(config: Config, pool: Pool, store: ObjectStore, frozen: FrozenVeri
     return contract
 
 
-def _greedy(pool: Pool, store: ObjectStore, contract: StateContract, prompts, hidden_size: int) -> tuple[Tensor, Tensor]:
+def _greedy(run: str, pool: Pool, store: ObjectStore, contract: StateContract, prompts, hidden_size: int) -> tuple[Tensor, Tensor]:
     """Last states [n, H] that should predict the engine's own greedy tokens [n], n >= TOKENS unless prompts run out."""
     states, tokens = [], []
     for prompt in prompts:
         response, _ = pool.complete(prompt, max_tokens=TOKENS)
         token_ids = [*prompt, *response]
         out = torch.empty((len(token_ids), len(contract.taps) + 1, hidden_size), dtype=getattr(torch, contract.dtype))
-        name = f"{uuid.uuid4().hex[:12]}/handshake/0/0"
+        name = f"{run}{uuid.uuid4().hex[:8]}/handshake/0/0"
         try:
             pool.make(name, token_ids)
             fetch(store, name, contract, token_ids, out)
