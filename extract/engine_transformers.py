@@ -12,7 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from configs.schema import Config
 from extract.hf import HFVerifier
 from extract.pool import ExtractionError
-from store.objects import ObjectStore, StoreError
+from store.objects import Gone, ObjectStore, StoreError
 from store.sample import all_finite, discard, publish, put_slice
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class TransformersEngine:
         self.settings, self.store, self.seed = config.extract, store, config.seed
         verifier = config.verifier
         self.verifier = HFVerifier(verifier.path, verifier.dtype, config.draft.taps, verifier.trust_remote_code)
-        self.contract = self.verifier.contract
+        self.contract = self.verifier.contract.model_copy(update={"codec": config.store.codec})
         self.counts: Counter[str] = Counter()  # tokens made and generated, samples, completions: for the progress line
         self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
         self._samples: deque[Ask] = deque()
@@ -166,13 +166,14 @@ class TransformersEngine:
         if not all_finite(states):
             raise ExtractionError("non_finite", "the verifier's states of these tokens are not finite")
         try:
-            piece = put_slice(self.store, ask.sample, 0, states, 0)
+            piece = put_slice(self.store, ask.sample, 0, states, 0, self.contract.codec)
         except ValueError as error:  # the name is taken or is none; whoever has it keeps it
             raise ExtractionError("bad_request", str(error)) from None
         try:
             publish(self.store, ask.sample, self.contract, ask.prompt, [piece])
         except BaseException:
-            discard(self.store, ask.sample)
+            with suppress(Gone):  # what it leaves then has no consumer, and the store sweeps such
+                discard(self.store, ask.sample)
             raise
 
     def _admit(self, batch: list[Ask]) -> None:

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 REPORT_S = 30.0
+PORTS_S = 5.0  # a killed master's ports are free at once
 READY_S = 30.0  # Mooncake's master is up within a second
 STUCK = 3  # times deadline_s without an answer: it will not come back
 PORTS = range(20000, 30000)  # below what Linux gives out by itself, above what Mooncake's clients take
@@ -99,6 +100,7 @@ def command(settings: Mooncake, rpc: int, http: int) -> list[str]:
         "eviction_high_watermark_ratio": 1.0,
         "eviction_ratio": 0,
         "default_kv_lease_ttl": settings.lease_s * 1000,
+        "client_ttl": min(10, settings.release_s),  # without a sign of life, until the memory of a dead process counts no more
         "put_start_discard_timeout_sec": max(1, settings.release_s // 2),  # names are never used again, so nobody waits for this
         "put_start_release_timeout_sec": settings.release_s,
         "enable_metric_reporting": "false",  # `watch` says it in one line
@@ -170,7 +172,7 @@ def _ports(host: str, file: Path) -> tuple[int, int]:
     except FileNotFoundError:
         wanted = []
     if wanted:
-        end = time.monotonic() + READY_S
+        end = time.monotonic() + PORTS_S
         while not all(_free(host, port) for port in wanted):
             if time.monotonic() > end:
                 raise MasterError(f"ports {wanted} of the master that {file} names are in use; is it still running?")

@@ -6,7 +6,8 @@ segment is a memcpy (64 MB in 0.02 s of CPU on the test machine), into another p
 death costs the few that are between their put and their read, and those are made again. Trainers own nothing and can lose nothing.
 
 Every call ends in time by Mooncake's own deadlines, set here: they close the connection, so that nothing is written into a
-reader's memory after the call has failed (a call given up from outside would go on writing).
+reader's memory after the call has failed. A call given up from outside would go on writing, so only one is ever given up, the
+first contact with a process that holds objects (`_meet`), which lands in memory of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import re
 import socket
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -33,7 +34,8 @@ SCRATCH = 1 << 20  # for objects without memory of their own: manifests
 
 NO_ROOM, BAD_SIZE, BAD_CHECKSUM = -200, -600, -801
 ABSENT = {-703: "its put has not ended", -704: "not in the store", -706: "it is being removed"}
-UNREAD = {-707: "reading took longer than its lease (store.mooncake.lease_s)", -800: "whoever holds it does not send it"}
+NOT_SENT = -800
+UNREAD = {-707: "reading took longer than its lease (store.mooncake.lease_s)", NOT_SENT: "whoever holds it does not send it"}
 SILENT = {-900: "the master cannot be reached", -901: "the master does not answer"}
 
 
@@ -47,8 +49,11 @@ class MooncakeStore:
         self._idle, self._calls, self._closed = threading.Condition(), 0, False
         # One read at a time: over TCP four threads need two to three times the CPU of one for the same bytes, and are slower.
         self._reading = threading.Lock()
-        self._scratch = np.empty(SCRATCH, np.uint8)
-        self.register(memoryview(self._scratch))
+        self._deadline_s = config.mooncake.deadline_s
+        self._meetings: dict[str, Future[int]] = {}  # by "host:port" of who holds objects; done: it has answered
+        self._registered: list[range] = []
+        self._scratch = np.empty(0, np.uint8)
+        self._fit(SCRATCH)
 
     def put(self, name: str, data: memoryview) -> None:
         with self._use(name) as client:
@@ -65,17 +70,20 @@ class MooncakeStore:
             _check(client.upsert_from(name, self._scratch.ctypes.data, len(data), self._where), name, absent=Gone)
 
     def read(self, name: str) -> bytes:
-        with self._use(name) as client, self._reading:
-            while True:
-                size = client.get_into(name, self._scratch.ctypes.data, self._scratch.nbytes)
-                if size != BAD_SIZE:
-                    return self._scratch[: _check(size, name)].tobytes()
-                self._fit(_check(client.get_size(name), name))
+        with self._use(name) as client:
+            self._meet(client, name)
+            with self._reading:
+                while True:
+                    size = client.get_into(name, self._scratch.ctypes.data, self._scratch.nbytes)
+                    if size != BAD_SIZE:
+                        return self._scratch[: _check(size, name)].tobytes()
+                    self._fit(_check(client.get_size(name), name))
 
     def read_into(self, name: str, out: memoryview) -> int:
         with self._use(name) as client:
+            self._meet(client, name)
             with self._reading:
-                size = client.get_into(name, _address(out), out.nbytes)
+                size = self._read_into(client, name, out)
             if size == BAD_SIZE or 0 <= size != out.nbytes:
                 raise Torn(f"{name}: {size if size >= 0 else 'more'} bytes in the store, {out.nbytes} expected", cause="size")
             return _check(size, name)
@@ -95,6 +103,7 @@ class MooncakeStore:
         with self._use("register") as client:
             if code := client.register_buffer(_address(memory), memory.nbytes):
                 raise ValueError(f"{memory.nbytes} bytes cannot be registered, or are already (Mooncake's code {code})")
+        self._registered.append(range(_address(memory), _address(memory) + memory.nbytes))
 
     def usage(self) -> Usage:
         values = metrics(self._http)
@@ -126,11 +135,60 @@ class MooncakeStore:
                 self._calls -= 1
                 self._idle.notify_all()
 
+    def _meet(self, client, name: str) -> None:
+        """Get one byte of an object from each process that holds it and has not been talked to before. Raises Lost in time.
+
+        Mooncake waits 60 s for a first answer, whatever its deadlines, and delivers into the reader's memory even then.
+        """
+        for replica in client.get_replica_desc(name):
+            holder = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+            with self._idle:
+                if holder not in self._meetings:
+                    self._meetings[holder] = Future()
+                    self._calls += 1
+                    arguments = client, name, self._meetings[holder], holder
+                    threading.Thread(target=self._greet, args=arguments, daemon=True, name="meet").start()
+                meeting = self._meetings[holder]
+            try:
+                code = meeting.result(self._deadline_s)
+            except TimeoutError:
+                code = NOT_SENT
+            if code != 1:
+                raise Lost(f"{name}: {(ABSENT | UNREAD).get(code, 'cannot be read')} (code {code})")
+
+    def _greet(self, client, name: str, meeting: Future, holder: str) -> None:
+        byte, code = np.empty(1, np.uint8), NOT_SENT
+        try:
+            client.register_buffer(byte.ctypes.data, 1)
+            ((code,),) = client.get_into_ranges([byte.ctypes.data], [[name]], [[[0]]], [[[0]]], [[[1]]])[0]
+            client.unregister_buffer(byte.ctypes.data)
+        finally:
+            with self._idle:
+                if code != 1:
+                    del self._meetings[holder]  # the next one tries again
+                self._calls -= 1
+                self._idle.notify_all()
+            meeting.set_result(code)
+
+    def _read_into(self, client, name: str, out: memoryview) -> int:
+        address = _address(out)
+        if any(address in known and address + out.nbytes <= known.stop for known in self._registered):
+            return client.get_into(name, address, out.nbytes)
+        self._fit(out.nbytes)  # RDMA reads into registered memory alone; whoever reads much registers it
+        size = client.get_into(name, self._scratch.ctypes.data, out.nbytes)
+        if size == out.nbytes:
+            out[:] = self._scratch[:size]
+        return size
+
     def _fit(self, size: int) -> None:
-        if size > self._scratch.nbytes:
+        """Make the scratch memory at least `size` bytes."""
+        if size <= self._scratch.nbytes:
+            return
+        if self._scratch.nbytes:
             self._client.unregister_buffer(self._scratch.ctypes.data)
-            self._scratch = np.empty(2 * size, np.uint8)
-            self.register(memoryview(self._scratch))
+        self._scratch = np.empty(size, np.uint8)
+        if code := self._client.register_buffer(self._scratch.ctypes.data, size):
+            raise Gone(f"{size} bytes cannot be registered (code {code})")
 
 
 def find_master(config: Store) -> tuple[str, str]:
@@ -176,6 +234,7 @@ def connect(config: Mooncake, rpc: str, segment: int):
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(config.deadline_s),  # without a byte from a peer (30 s)
         "MC_TCP_STATUS_TIMEOUT_SEC": str(config.deadline_s),
         "MC_SLICE_TIMEOUT": str(config.deadline_s),  # the same over RDMA (none)
+        "MC_STORE_MEMCPY": "1",  # a put into one's own segment needs no transport, and no registered memory
         "MC_STORE_CLIENT_SETUP_RETRIES": "3",  # of another port each time, where one is taken (20)
     }
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")

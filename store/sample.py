@@ -25,6 +25,7 @@ class Slice(BaseModel):
     object: str
     start: int
     stop: int
+    codec: str
     bytes: int
     checksum: int  # of these bytes
 
@@ -48,7 +49,8 @@ def put_slice(store: ObjectStore, name: str, part: int, states: Tensor, start: i
         raise ValueError(f"{name}: part {part} is outside 0..{MAX_PARTS - 1}")
     data = bytes_of(states if encoding == "raw" else codec.encode(encoding, states))
     store.put(f"{name}/{part}", data)
-    return Slice(object=f"{name}/{part}", start=start, stop=start + len(states), bytes=data.nbytes, checksum=checksum(data))
+    stop = start + len(states)
+    return Slice(object=f"{name}/{part}", start=start, stop=stop, codec=encoding, bytes=data.nbytes, checksum=checksum(data))
 
 
 def publish(store: ObjectStore, name: str, contract: StateContract, token_ids: list[int], slices: list[Slice]) -> None:
@@ -56,6 +58,8 @@ def publish(store: ObjectStore, name: str, contract: StateContract, token_ids: l
     slices = sorted(slices, key=lambda piece: piece.start)
     if problem := _gap(slices, len(token_ids)):
         raise ValueError(f"{name}: {problem}")
+    if other := {piece.codec for piece in slices} - {contract.codec}:
+        raise ValueError(f"{name}: slices by codec {other.pop()}, the contract says {contract.codec}")
     planes, dtype = len(contract.taps) + 1, getattr(torch, contract.dtype)
     width = codec.width_of(contract.codec, planes, slices[0].bytes // (slices[0].stop - slices[0].start), dtype)
     manifest = Manifest(name=name, contract=contract, token_ids=token_ids, rows_shape=(planes, width), slices=slices)
