@@ -22,7 +22,7 @@ from configs.schema import Config
 from extract.hf import HFVerifier
 from extract.pool import ExtractionError
 from store.objects import Gone, ObjectStore, StoreError
-from store.sample import all_finite, discard, publish, put_slice
+from store.sample import discard, publish, put_slice
 
 log = logging.getLogger(__name__)
 
@@ -163,8 +163,6 @@ class TransformersEngine:
         """Put one sample, so that it is complete or leaves nothing. Raises ExtractionError, StoreError."""
         if ask.abandoned:
             raise ExtractionError("abandoned", "nobody waits for it")
-        if not all_finite(states):
-            raise ExtractionError("non_finite", "the verifier's states of these tokens are not finite")
         try:
             piece = put_slice(self.store, ask.sample, 0, states, 0, self.contract.codec)
         except ValueError as error:  # the name is taken or is none; whoever has it keeps it

@@ -23,7 +23,7 @@ CHUNK_ROWS = 500
 CHUNK_BYTES = 4 << 20
 ROW_BYTES = 32 << 20  # a longer line is no conversation
 LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 
 
 class DataError(ValueError):
@@ -42,9 +42,13 @@ class Source:
         """From `PATH` or `PATH@WEIGHT`. Raises DataError."""
         path, at, weight = text.rpartition("@")
         if not at or Path(text).exists():
-            return cls(text)
+            path, weight = text, "1"
         if not re.fullmatch(r"\d+\.?\d*|\.\d+", weight):
             raise DataError(f"--data {text}: {weight!r} is not a weight, e.g. {path}@0.5")
+        folder = path.partition(":")[0]
+        if not Path(path).exists() and not Path(folder).is_dir() and (not HUB_ID.fullmatch(path) or path.endswith((*LINES, ".parquet"))):
+            hint = " (overrides go before --data)" if "=" in path else ""
+            raise DataError(f"--data {path}: no such file or folder{hint}")
         return cls(path, float(weight))
 
     @property
@@ -190,8 +194,6 @@ def _data_set(path: str) -> Iterator[pa.Table]:
     from datasets import load_dataset, load_from_disk
 
     given, (path, _, split) = path, path.partition(":")
-    if not Path(path).is_dir() and (not HUB_ID.fullmatch(path) or path.endswith((*LINES, ".parquet"))):
-        raise DataError(f"--data {given}: no such file or folder")
     try:
         if glob.glob(f"{path}/*state.json") or glob.glob(f"{path}/dataset_dict.json"):
             rows = load_from_disk(path)

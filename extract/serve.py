@@ -111,7 +111,7 @@ class Extractor:
             return await answer
         ask.abandoned = True
         await asyncio.wait({answer})
-        if ask.sample and answer.exception() is None:
+        if answer.exception() is None and ask.sample:
             with suppress(Gone):  # nobody will fetch it: the store sweeps such
                 await asyncio.to_thread(discard, self.engine.store, ask.sample)
         raise ClientDisconnect
@@ -157,13 +157,14 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         self.report()
+        engine = self.extractor.engine
         if self.extractor.draining:
             self.registration.unlink(missing_ok=True)
             if time.monotonic() > self.deadline and not self.unfinished:
                 self.unfinished = self.extractor.taken
-                self.extractor.engine.stop()
-            if not self.extractor.taken:
-                self.should_exit = True
+                engine.stop()
+        if not engine.alive() or (self.extractor.draining and not self.extractor.taken):
+            self.should_exit = True
         return await super().on_tick(counter)
 
 
@@ -205,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     config_argument(parser)
     _, config = parse(parser, argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s extractor: %(message)s", datefmt="%H:%M:%S", force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     torch.set_num_threads(config.extract.threads)
     try:
         tokenizer = load_tokenizer(config.verifier)
@@ -222,6 +223,9 @@ def main(argv: list[str] | None = None) -> int:
         server.registration.unlink(missing_ok=True)
     if unfinished := server.unfinished or server.extractor.taken:
         logging.error("%d asks were not finished within extract.drain_s (%g s)", unfinished, server.drain_s)
+        return 1
+    if not engine.alive():
+        logging.error("the engine's thread has died")
         return 1
     engine.stop()
     engine.join()

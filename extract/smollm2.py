@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import subprocess
 import sys
 import tempfile
@@ -50,14 +52,15 @@ def _fetch(work: Path) -> Path:
 
 def _convert(gguf: Path, target: Path) -> None:
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
-    del model.config.quantization_config  # the weights are ordinary ones now
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting turns off
+        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
+    vars(model.config).pop("quantization_config", None)  # the weights are ordinary ones now
     tokenizer = AutoTokenizer.from_pretrained(**where)
     if tokenizer.eos_token != END_OF_TURN or END_OF_TURN not in (tokenizer.chat_template or ""):
         raise ConversionError(f"{PACKAGE}: its tokenizer has no ChatML template that ends a turn with {END_OF_TURN}")
-    model.save_pretrained(target)
+    with contextlib.redirect_stderr(io.StringIO()):
+        model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 

@@ -32,7 +32,7 @@ JUNK = [None, True, 0, -1, 1.5, float("nan"), 10**400, "", "x", [], {}, [[]], [N
 
 
 def text(rng: random.Random) -> str:
-    words = [rng.choice(WORDS) for _ in range(rng.choice([0, 1, 3, 10, 10, 40]))]
+    words = [rng.choice(WORDS) for _ in range(rng.choice([0, 1, 3, 3, 10, 10, 10, 10, 10, 40]))]
     if rng.random() < 0.05:
         words.insert(rng.randrange(len(words) + 1), rng.choice(FORGED))
     return " ".join(words) if rng.random() < 0.999 else "a" * 20_000
@@ -62,15 +62,15 @@ def row(rng: random.Random, number: int) -> object:
         made: dict = {"id": number, "messages": messages}
     elif kind < 0.75:
         made = {
-            "conversations": [{"from": m["role"], "value": m["content"]} if isinstance(m, dict) and "role" in m else m for m in messages]
+            "conversations": [{"from": m["role"], "value": m["content"]} if isinstance(m, dict) and "content" in m else m for m in messages]
         }
     elif kind < 0.85:
         made = {"prompt": rng.choice([text(rng), messages, *JUNK]), "response": rng.choice([text(rng), *JUNK])}
     elif kind < 0.95:
-        ids = [rng.choice([1, 5, 900, 10**6, -1, "1", None, 2.0]) if rng.random() < 0.05 else rng.randrange(900) for _ in range(20)]
+        ids = [rng.choice([1, 5, 900, 10**6, -1, "1", None, 2.0]) if rng.random() < 0.01 else rng.randrange(900) for _ in range(20)]
         made = {
             "prompt_ids": ids[:8],
-            "response_ids": rng.choice([ids[8:], [], *JUNK]),
+            "response_ids": ids[8:] if rng.random() < 0.9 else rng.choice(JUNK),
             "finish_reason": rng.choice(["stop", "length", "x", None]),
         }
     else:

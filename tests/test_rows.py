@@ -135,14 +135,22 @@ def test_chunks_are_known_again_by_their_content(tmp_path):
     assert [a == b for a, b in zip(before, after)] == [True, False, False] and len(set(after)) == len(after) == 4
 
 
-def test_sources(tmp_path):
-    assert Source.parse("a/b.jsonl") == Source("a/b.jsonl", 1.0)
-    assert Source.parse("a/b.jsonl@0.25") == Source("a/b.jsonl", 0.25)
-    (tmp_path / "c@2").write_text("")
-    assert Source.parse(f"{tmp_path}/c@2") == Source(f"{tmp_path}/c@2", 1.0)
-    for wrong in ("a@x", "a@-1", "a@nan"):
+def test_sources(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "c.jsonl@2").write_text("")
+    (tmp_path / "folder").mkdir()
+    for path in ("a.jsonl", "c.jsonl@2", "folder:test", "some/data", "some/data:test"):
+        assert Source.parse(path) == Source(path, 1.0)
+    assert Source.parse("a.jsonl@0.25") == Source("a.jsonl", 0.25)
+    for wrong in ("a.jsonl@x", "a.jsonl@-1", "a.jsonl@nan"):
         with pytest.raises(DataError, match="is not a weight"):
             Source.parse(wrong)
+    for missing in ("b.jsonl", "b.parquet", "./no/where", "no/such/folder"):
+        with pytest.raises(DataError, match=r"no such file or folder$"):
+            Source.parse(missing)
+    with pytest.raises(DataError, match="overrides go before --data"):
+        Source.parse("train.lr=1")
 
 
 @pytest.mark.parametrize(
