@@ -12,7 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor
 from configs.schema import Config
 from extract.hf import HFVerifier
 from extract.pool import ExtractionError
-from store.objects import Gone, ObjectStore, StoreError
-from store.sample import discard, publish, put_slice
+from store.objects import ObjectStore, StoreError
+from store.sample import put_sample
 
 log = logging.getLogger(__name__)
 
@@ -164,15 +164,9 @@ class TransformersEngine:
         if ask.abandoned:
             raise ExtractionError("abandoned", "nobody waits for it")
         try:
-            piece = put_slice(self.store, ask.sample, 0, states, 0, self.contract.codec)
+            put_sample(self.store, ask.sample, self.contract, ask.prompt, states)
         except ValueError as error:  # the name is taken or is none; whoever has it keeps it
             raise ExtractionError("bad_request", str(error)) from None
-        try:
-            publish(self.store, ask.sample, self.contract, ask.prompt, [piece])
-        except BaseException:
-            with suppress(Gone):  # what it leaves then has no consumer, and the store sweeps such
-                discard(self.store, ask.sample)
-            raise
 
     def _admit(self, batch: list[Ask]) -> None:
         """Fill the next slots with prompts but for their last tokens, which join the others' decoding step."""

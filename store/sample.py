@@ -7,6 +7,10 @@ A sample is named "run/rank/sequence/attempt" by whoever asks for it; its object
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import numpy as np
 import torch
 import xxhash
 from pydantic import BaseModel, ValidationError
@@ -14,9 +18,15 @@ from torch import Tensor
 
 from store import codec
 from store.contract import StateContract, require_same
-from store.objects import ObjectStore, Torn
+from store.objects import Gone, ObjectStore, Torn
 
-EXAMINED = 512 << 10  # bytes at once: the second look at them finds them in the cache
+PIECE = 32 << 20  # bytes
+INFINITY = {  # its bits, and the integers to read them as
+    torch.float32: (0x7F800000, np.int32, np.uint32),
+    torch.bfloat16: (0x7F80, np.int16, np.uint16),
+    torch.float16: (0x7C00, np.int16, np.uint16),
+}
+EXAMINED = 256 << 10  # bytes at once: the second look at them finds them in the cache
 MAX_PARTS = 64  # of one sample: `discard` needs no manifest to find them all
 
 
@@ -72,6 +82,30 @@ def publish(store: ObjectStore, name: str, contract: StateContract, token_ids: l
     store.replace(f"{name}/manifest", b"%016x\n%s" % (checksum(text), text))
 
 
+def put_sample(store: ObjectStore, name: str, contract: StateContract, token_ids: list[int], states: Tensor) -> None:
+    """Put a whole sample [T, m+1, H] from one process and publish it; leaves nothing where it fails. Raises as those two do.
+
+    In pieces, so that one is examined while another is under way: here, and where it is fetched.
+    """
+    tokens = max(1, PIECE * len(states) // max(1, states.nbytes), -(-len(states) // MAX_PARTS))
+    with ThreadPoolExecutor(2, "put") as threads:
+        puts = [
+            threads.submit(put_slice, store, name, part, piece, part * tokens, contract.codec)
+            for part, piece in enumerate(states.split(tokens))
+        ]
+    slices = [put.result() for put in puts if not put.exception()]
+    failure = next((put.exception() for put in puts if put.exception()), None)
+    try:
+        if failure:
+            raise failure
+        publish(store, name, contract, token_ids, slices)
+    except Exception:
+        ours = [piece.object for piece in slices]
+        with suppress(Gone):  # what stays then has no consumer, and the store sweeps such
+            store.remove(ours if failure else [f"{name}/manifest", *ours])  # a name that was taken keeps its manifest
+        raise
+
+
 def fetch(store: ObjectStore, name: str, contract: StateContract, token_ids: list[int], out: Tensor) -> Manifest:
     """Read a sample into `out` [T, m+1, H], which may be a view of a packed batch, and prove that it is what was asked for.
 
@@ -87,19 +121,30 @@ def fetch(store: ObjectStore, name: str, contract: StateContract, token_ids: lis
         raise Torn(f"{name}: a token's states are {list(manifest.rows_shape)}, not {list(out.shape[1:])}", cause="shape")
     if problem := _gap(manifest.slices, len(token_ids)):
         raise Torn(f"{name}: {problem}")
-    for piece in manifest.slices:
-        rows = out[piece.start : piece.stop]
-        data = bytes_of(codec.landing(contract.codec, rows))
-        if piece.bytes != data.nbytes:
-            raise Torn(f"{piece.object}: {piece.bytes} bytes, tokens {piece.start}..{piece.stop} take {data.nbytes}", cause="size")
-        store.read_into(piece.object, data)
-        check, finite = examine(rows) if contract.codec == "raw" else (checksum(data), True)
-        if check != piece.checksum:
-            raise Torn(f"{piece.object}: checksum differs", cause="checksum")
-        codec.decode_(contract.codec, rows)
-        if not finite or (contract.codec != "raw" and not all_finite(rows)):
-            raise Torn(f"{piece.object}: states are not finite", cause="non_finite")
+    with ThreadPoolExecutor(1, "prove") as prover:
+        proofs = []
+        for piece in manifest.slices:
+            rows = out[piece.start : piece.stop]
+            data = bytes_of(codec.landing(contract.codec, rows))
+            if piece.bytes != data.nbytes:
+                raise Torn(f"{piece.object}: {piece.bytes} bytes, tokens {piece.start}..{piece.stop} take {data.nbytes}", cause="size")
+            store.read_into(piece.object, data)
+            proofs.append(prover.submit(_prove, piece, data, rows))  # while the next one is read
+        for proof in proofs:
+            proof.result()
     return manifest
+
+
+def _prove(piece: Slice, data: memoryview, rows: Tensor) -> None:
+    """Decode what was read; Torn if it is not what was put, or not finite."""
+    check, finite = examine(rows) if piece.codec == "raw" else (checksum(data), True)
+    if check != piece.checksum:
+        raise Torn(f"{piece.object}: checksum differs", cause="checksum")
+    if piece.codec != "raw":
+        codec.decode_(piece.codec, rows)
+        finite = all_finite(rows)
+    if not finite:
+        raise Torn(f"{piece.object}: states are not finite", cause="non_finite")
 
 
 def _read_manifest(store: ObjectStore, name: str) -> Manifest:
@@ -140,13 +185,18 @@ def checksum(data: memoryview | bytes) -> int:
 
 
 def examine(states: Tensor) -> tuple[int, bool]:
-    """The checksum of a contiguous CPU tensor's bytes, and whether all its values are finite: in one pass through memory."""
-    data, values, hasher, extremes = bytes_of(states), states.view(-1), xxhash.xxh3_64(), []
-    step = EXAMINED // states.itemsize
-    for start in range(0, len(values), step):
-        hasher.update(data[start * states.itemsize : (start + step) * states.itemsize])
-        extremes += values[start : start + step].aminmax()
-    return hasher.intdigest(), bool(torch.stack(extremes).isfinite().all())
+    """The checksum of a contiguous CPU tensor's bytes, and whether all its values are finite: in one pass through memory.
+
+    As integers, infinity and NaN are the largest numbers of each sign: twice as fast as the extremes of the values themselves.
+    """
+    infinity, signed, unsigned = INFINITY[states.dtype]
+    data, hasher, finite = bytes_of(states), xxhash.xxh3_64(), True
+    for start in range(0, data.nbytes, EXAMINED):
+        piece = data[start : start + EXAMINED]
+        hasher.update(piece)
+        finite &= np.frombuffer(piece, signed).max() < infinity
+        finite &= np.frombuffer(piece, unsigned).max() < infinity + (1 << (8 * states.itemsize - 1))
+    return hasher.intdigest(), bool(finite)
 
 
 def all_finite(states: Tensor) -> bool:

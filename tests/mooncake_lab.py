@@ -16,7 +16,7 @@ from store.mooncake import REGISTRATION, MooncakeStore
 from store.objects import Usage
 
 DEADLINE_S, RELEASE_S, ORPHAN_S = 2, 4, 6
-SLACK_S = 2.0  # of a busy machine
+SLACK_S = 8.0  # of a busy machine; Mooncake's own patience would be 30 s and more
 
 # Follows commands from stdin, one a line, and answers each with one line: what it returned or raised.
 PRODUCER = """
@@ -94,13 +94,18 @@ class Lab:
         self.recipe.write_text(yaml.safe_dump(recipe))
         self.config: Config = load(self.recipe)
         self.master: subprocess.Popen | None = None
+        self.log = folder / "master.log"
         tree.env["PYTHONPATH"] = f"{Path(__file__).parents[1]}:{Path(__file__).parent}"
 
     def start_master(self) -> None:
         registration = self.config.store.path / REGISTRATION
         before = registration.read_text() if registration.exists() else ""
-        self.master = self.tree.python("-m", "store.master", self.recipe)
-        wait_for(lambda: registration.exists() and registration.read_text() != before and registration.read_text(), 30)
+        with self.log.open("ab") as log:  # a pipe that nobody reads would fill and stop it
+            self.master = subprocess.Popen(
+                [sys.executable, "-m", "store.master", str(self.recipe)], env=self.tree.env, stdout=log, stderr=log
+            )
+        wait_for(lambda: self.master.poll() is not None or (registration.exists() and registration.read_text() != before), 120)
+        assert self.master.poll() is None, self.log.read_text()
 
     def master_pid(self) -> int:
         """Of Mooncake's own process, beside which ours stands."""
@@ -120,7 +125,7 @@ class Producer:
         command = [sys.executable, "-c", PRODUCER, str(lab.recipe), str(share)]
         self.process = subprocess.Popen(command, env=lab.tree.env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.pid = self.process.pid
-        assert self.answer() == "ready"
+        assert self.answer() == "ready", lab.log.read_text()
 
     def send(self, *command: object) -> None:
         self.process.stdin.write(" ".join(map(str, command)) + "\n")

@@ -29,7 +29,7 @@ def lab(tmp_path_factory):
     lab.start_master()
     yield lab
     lab.master.terminate()
-    assert lab.master.wait(10) == 0, lab.master.stderr.read()
+    assert lab.master.wait(60) == 0, lab.log.read_text()
     assert not (lab.config.store.path / REGISTRATION).exists()
     tree.assert_gone()
 
@@ -55,7 +55,7 @@ def long_lived(lab):
     producer = lab.producer()
     yield producer
     producer.process.stdin.close()
-    assert producer.process.wait(10) == 0
+    assert producer.process.wait(60) == 0
 
 
 def block(size: int, fill: int = 0) -> memoryview:
@@ -79,7 +79,7 @@ def test_bytes_come_back(store, long_lived):
         assert torn.value.cause == "size"
     store.remove(["run/0/1/0/manifest", "never/was", "run/0/1/0/0"])
     assert store.usage().keys == 0 and store.usage().bytes <= len("first")
-    wait_for(lambda: empty(store.usage()), RELEASE_S + 5)  # somebody may still be reading what was replaced
+    wait_for(lambda: empty(store.usage()), RELEASE_S + 5 + SLACK_S)  # somebody may still be reading what was replaced
     for missing in (lambda: store.read("run/0/1/0/0"), lambda: store.read_into("run/0/1/0/0", out)):
         with pytest.raises(Lost):
             missing()
@@ -215,7 +215,7 @@ def test_killed_producer(store, producer, long_lived):
     assert long_lived.do("ship", "k/0/1/1", 300, "raw") == "None"  # another extractor makes it
     fetch(store, "k/0/1/1", CONTRACT, list(range(300)), torch.empty(300, 4, 64))
     discard(store, "k/0/1/1")
-    wait_for(lambda: empty(store.usage()), RELEASE_S + 5)
+    wait_for(lambda: empty(store.usage()), RELEASE_S + 5 + SLACK_S)
 
 
 def test_stopped_producer_and_no_byte_afterwards(store, producer):
@@ -248,7 +248,7 @@ def test_producer_killed_in_the_middle_of_a_put(lab, store, long_lived):
         for count in range(5):
             assert isinstance(result := within(1, store.read_into, f"dead{moment}/{count}", out), int | Lost), result
     store.remove_run("dead")
-    wait_for(lambda: empty(store.usage()), RELEASE_S + 5)
+    wait_for(lambda: empty(store.usage()), RELEASE_S + 5 + SLACK_S)
     for count in range(4):
         long_lived.do("put", f"again/{count}", 12 << 20, 1)
         assert store.read_into(f"again/{count}", out) == 12 << 20
@@ -259,7 +259,7 @@ def test_orphans_are_swept(store, long_lived):
     long_lived.do("ship", "orphan/0/1/0", 300, "raw")
     store.put("orphan/half/0", block(1000))
     assert store.usage().keys == 5
-    wait_for(lambda: empty(store.usage()), ORPHAN_S + 5)
+    wait_for(lambda: empty(store.usage()), ORPHAN_S + 5 + SLACK_S)
 
 
 def test_stopped_master(lab, store, long_lived):
@@ -272,13 +272,13 @@ def test_stopped_master(lab, store, long_lived):
         os.kill(lab.master_pid(), signal.SIGCONT)
     wait_for(lambda: not isinstance(within(5, store.put, f"m/{random.random()}", block(10)), Gone), 10)
     store.remove_run("")
-    wait_for(lambda: empty(store.usage()), RELEASE_S + 5)
+    wait_for(lambda: empty(store.usage()), RELEASE_S + 5 + SLACK_S)
 
 
 def test_killed_master_comes_back_at_its_place(lab, store, long_lived):
     store.put("before", block(1000))
     os.kill(lab.master_pid(), signal.SIGKILL)
-    assert lab.master.wait(5) == 1 and "mooncake_master ended with status -9" in lab.master.stderr.read()
+    assert lab.master.wait(30) == 1 and "mooncake_master ended with status -9" in lab.log.read_text()
     for call, arguments in ((store.read, ("before",)), (store.put, ("n", block(10))), (store.remove, (["n"],))):
         assert isinstance(within(DEAD_MASTER_S, call, *arguments), Gone)
     lab.start_master()
@@ -312,8 +312,7 @@ def test_a_master_that_hangs_is_ended(tmp_path):
     lab = Lab(tmp_path, tree)
     lab.start_master()
     os.kill(lab.master_pid(), signal.SIGSTOP)
-    _, err = lab.master.communicate(timeout=4 * DEADLINE_S + 10)
-    assert lab.master.returncode == 1 and "mooncake_master has not answered for" in err
+    assert lab.master.wait(4 * DEADLINE_S + 60) == 1 and "mooncake_master has not answered for" in lab.log.read_text()
     tree.assert_gone()
 
 
@@ -324,13 +323,13 @@ def test_a_master_that_hangs_is_ended(tmp_path):
 def test_masters_that_cannot_start(tmp_path, override, status, why):
     tree = Tree()
     process = tree.python("-m", "store.master", Lab(tmp_path, tree).recipe, override)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == status and why in err and "Traceback" not in err
 
 
 def test_two_masters_in_one_folder(lab, long_lived):
     second = lab.tree.python("-m", "store.master", lab.recipe)
-    _, err = second.communicate(timeout=20)
+    _, err = second.communicate(timeout=120)
     assert second.returncode == 1 and "is it still running?" in err
     assert long_lived.do("put", "still/1", 1000, 1) == "None"
     client = lab.client()

@@ -228,7 +228,9 @@ def test_weights(tmp_path, recipe):
 
 def test_draft_vocabulary(tmp_path, recipe):
     assert draft_vocabulary(np.array([0, 3, 0, 5, 3, 0]), 4).tolist() == [0, 1, 3, 4]
-    assert main([recipe, "draft.draft_vocab_size=100", "--data", str(write(tmp_path / "a.jsonl", [conversation(n) for n in range(9)]))]) == 0
+    assert (
+        main([recipe, "draft.draft_vocab_size=100", "--data", str(write(tmp_path / "a.jsonl", [conversation(n) for n in range(9)]))]) == 0
+    )
     counts, kept = (np.load(tmp_path / "data" / f"{name}.npy") for name in ("token_counts", "draft_vocabulary"))
     assert len(kept) == 100 and (np.diff(kept) > 0).all() and counts[kept].sum() == counts.sum() > 0
 

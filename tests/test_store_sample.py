@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from store import sample
 from store.contract import ContractMismatch, StateContract
 from store.local import LocalStore
 from store.objects import Full, Lost, Torn
-from store.sample import MAX_PARTS, all_finite, bytes_of, checksum, discard, fetch, publish, put_slice
+from store.sample import MAX_PARTS, all_finite, bytes_of, checksum, discard, examine, fetch, publish, put_slice
 
 NAME = "run/0/7/0"
 TOKENS = [5, 6, 7, 8, 9, 10]
@@ -109,11 +110,20 @@ def test_overwritten_object(store, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_not_finite(store, value):
+@pytest.mark.parametrize("codec", ["raw", "fp8"])
+def test_not_finite(store, value, codec, monkeypatch):
     made = states()
     made[4, 1, 2] = value
-    ship(store, made)
-    refused(store, "non_finite")
+    with pytest.raises(Torn) as caught:
+        put_slice(store, NAME, 0, made, 0, codec)
+    assert caught.value.cause == "non_finite" and store.usage().keys == 0
+    with monkeypatch.context() as patch:  # a writer that does not look
+        patch.setattr(sample, "all_finite", lambda states: True)
+        patch.setattr(sample, "examine", lambda states: (checksum(bytes_of(states)), True))
+        publish(store, NAME, contract(codec=codec), TOKENS, [put_slice(store, NAME, 0, made, 0, codec)])
+    with pytest.raises(Torn) as caught:
+        fetch(store, NAME, contract(codec=codec), TOKENS, states(seed=1))
+    assert caught.value.cause == "non_finite"
 
 
 def test_other_tokens(store):
@@ -192,16 +202,6 @@ def test_fp8_lands_in_its_own_rows(store, codec, dtype):
     assert sum(piece.bytes for piece in slices) == 200 * (planes * 41 + (3 - planes) * 37 * dtype.itemsize)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_fp8_hides_nothing_that_is_not_finite(store, bad):
-    made = states()
-    made[3, 1, 2] = bad
-    publish(store, NAME, contract(codec="fp8"), TOKENS, [put_slice(store, NAME, 0, made, 0, "fp8")])
-    with pytest.raises(Torn) as caught:
-        fetch(store, NAME, contract(codec="fp8"), TOKENS, states(seed=1))
-    assert caught.value.cause == "non_finite"
-
-
 def test_slices_of_another_codec_are_not_published(store):
     with pytest.raises(ValueError, match="by codec raw, the contract says fp8"):
         publish(store, NAME, contract(codec="fp8"), TOKENS, [put_slice(store, NAME, 0, states(), 0)])
@@ -250,4 +250,12 @@ def test_bytes_are_not_copied(dtype):
 def test_all_finite(values):
     tensor = torch.tensor(values)
     assert all_finite(tensor) == bool(tensor.isfinite().all())
+    assert examine(tensor) == (checksum(bytes_of(tensor)), all_finite(tensor))
     assert all_finite(tensor.bfloat16()) == bool(tensor.bfloat16().isfinite().all())
+
+
+def test_examined_in_pieces(monkeypatch):
+    monkeypatch.setattr(sample, "EXAMINED", 64)
+    for last in (1.0, float("nan")):
+        values = torch.cat((torch.randn(1000), torch.tensor([last])))
+        assert examine(values) == (checksum(bytes_of(values)), last == 1.0)

@@ -29,7 +29,7 @@ from processes import Tree  # noqa: E402
 from configs.schema import load  # noqa: E402
 from store.contract import StateContract  # noqa: E402
 from store.mooncake import MooncakeStore, connect, find_master  # noqa: E402
-from store.sample import bytes_of, discard, fetch, publish, put_slice  # noqa: E402
+from store.sample import bytes_of, discard, fetch, put_sample  # noqa: E402
 
 PLANES, WIDTH = 6, 7168  # Kimi-K3's: 86 KB a token
 TOKEN = PLANES * WIDTH * 2
@@ -54,11 +54,11 @@ class Ours:
             self.store.register(bytes_of(batch))
 
     def make(self, name: str, states: torch.Tensor) -> None:
-        publish(self.store, name, CONTRACT, list(range(len(states))), [put_slice(self.store, name, 0, states, 0)])
+        put_sample(self.store, name, CONTRACT, list(range(len(states))), states)
 
     def take(self, name: str, out: torch.Tensor) -> None:
-        fetch(self.store, name, CONTRACT, list(range(len(out))), out)
-        discard(self.store, name, parts=1)
+        manifest = fetch(self.store, name, CONTRACT, list(range(len(out))), out)
+        discard(self.store, name, len(manifest.slices))
 
 
 class Bare:
