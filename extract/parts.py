@@ -186,8 +186,8 @@ def _collect(running: dict[Future, Chunk], progress: Callable[[int, int], None])
 def _begin(config: Config) -> None:
     global _maker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    _maker = Maker(config)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _maker = Maker(config)
 
 
 def _end_with_parent() -> None:
