@@ -13,7 +13,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 
 import torch
@@ -96,6 +96,7 @@ class Feed:
         self.drops: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
         self.meter: Counter[str] = Counter()  # bytes fetched, seconds of threads: waiting for room, for the extractor, fetching
+        self._told: Counter[str] = Counter()
         self.total = total_steps(len(dataset), config)
         self.executor = ThreadPoolExecutor(config.pool.in_flight, thread_name_prefix="feed")
         self._sequence = itertools.count()
@@ -103,6 +104,16 @@ class Feed:
     def close(self) -> None:
         self.executor.shutdown(wait=True, cancel_futures=True)
         self.store.close()
+
+    def traffic(self) -> dict[str, float]:
+        """Since the last call: bytes fetched, and seconds that threads waited for room, for the extractor, and fetched; beside them
+        what the store holds now."""
+        now = self.meter.copy()
+        since, self._told = now - self._told, now
+        with suppress(Gone):
+            usage = self.store.usage()
+            since |= {"objects": usage.keys, "bytes": usage.bytes}
+        return dict(since)
 
     def sample(self, row: int) -> Sample:
         record = self.dataset[int(row)]

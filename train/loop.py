@@ -160,6 +160,8 @@ def _steps(training: Run, first: int) -> None:
         if log:
             means = summarise(sums[1 : 1 + len(SUMS)], sums[1 + len(SUMS) :].view(2, -1), float(sums[0]))
             trouble = {"drops": dict(training.feed.drops), "retries": dict(training.feed.retries)}
+            if done % config.train.log_every == 0:
+                trouble["store"] = training.feed.traffic()
             log.step({"step": done, **means, "lr": lr, "seconds": watch.seconds, **trouble})
         if ranks.rank == 0 and (done % config.train.checkpoint_every == 0 or done == total):
             checkpoint.save(config.run_dir / "checkpoints", done, training.draft, training.optimizers, training.contracts, training.config)
