@@ -23,10 +23,9 @@ import time
 from functools import partial
 from pathlib import Path
 
-import httpx
-
 from configs.schema import Config, Mooncake, config_argument, parse
-from store.mooncake import REGISTRATION, connect, metrics, silence
+from store.master_http import REGISTRATION, ask, metrics, silence
+from store.mooncake import connect
 from store.objects import Gone
 
 log = logging.getLogger(__name__)
@@ -39,7 +38,6 @@ STUCK = 3  # times deadline_s without an answer: it will not come back
 PORTS = range(20000, 30000)  # below what Linux gives out by itself, above what Mooncake's clients take
 PR_SET_PDEATHSIG = 1
 STOP = {signal.SIGTERM, signal.SIGINT}
-ALERT = "master_evicted_key_count"  # must stay 0
 
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
@@ -53,7 +51,6 @@ def main(argv: list[str] | None = None) -> int:
     config_argument(parser)
     _, config = parse(parser, argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s master: %(message)s", datefmt="%H:%M:%S", force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     if config.store.kind != "mooncake":
         print(f"store.master: store.kind is {config.store.kind}, which needs no master", file=sys.stderr)
         return 2
@@ -116,20 +113,32 @@ def watch(master: subprocess.Popen, client, url: str, settings: Mooncake) -> Non
     while signal.sigtimedwait(STOP, LOOK_S) is None:
         if (status := master.poll()) is not None:
             raise MasterError(f"mooncake_master ended with status {status}")
-        now = time.monotonic()
         try:
-            orphans.sweep(httpx.get(f"{url}/get_all_keys", timeout=settings.deadline_s, trust_env=False).text.split("\n"), now)
-            values = metrics(url)
-        except (httpx.HTTPError, Gone) as error:
-            if now - answered > STUCK * settings.deadline_s:
-                raise MasterError(f"mooncake_master has not answered for {now - answered:.0f} s ({error})") from None
-            continue
-        answered = time.monotonic()
-        if values[ALERT]:
-            raise MasterError(f"{values[ALERT]:.0f} objects were evicted, which must never happen: states are being lost")
-        if now - reported > REPORT_S:
-            reported = now
-            _report(values, orphans)
+            orphans.sweep(ask(f"{url}/get_all_keys", settings.deadline_s).split("\n"), time.monotonic())
+            if time.monotonic() - reported > REPORT_S:
+                reported = time.monotonic()
+                report(metrics(url, settings.deadline_s), orphans.swept)
+        except Gone as error:
+            if (silent := time.monotonic() - answered) > STUCK * settings.deadline_s:
+                raise MasterError(f"mooncake_master has not answered for {silent:.0f} s ({error})") from None
+        else:
+            answered = time.monotonic()
+
+
+def report(values: dict[str, float], swept: int) -> None:
+    """One line of what the store holds. Raises MasterError where it has lost something."""
+    log.info(
+        "%d objects, %.1f of %.1f MB, %d clients, %d puts without room, %d puts that never ended, %d orphans removed",
+        values["master_key_count"],
+        values["master_allocated_bytes"] / 1e6,
+        values["master_total_capacity_bytes"] / 1e6,
+        values["master_active_clients"],
+        values["master_put_start_alloc_failures_total"],
+        values["master_put_start_discard_cnt"],
+        swept,
+    )
+    if evicted := values["master_evicted_key_count"]:
+        raise MasterError(f"{evicted:.0f} objects were evicted, which must never happen: states are being lost")
 
 
 class Orphans:
@@ -146,19 +155,6 @@ class Orphans:
         # Where the consumer was only slow its read fails, or its checksum does, and it asks again.
         codes = self.client.batch_remove(old, True) if old else []
         self.swept += codes.count(0)
-
-
-def _report(values: dict[str, float], orphans: Orphans) -> None:
-    log.info(
-        "%d objects, %.1f of %.1f MB, %d clients, %d puts without room, %d puts that never ended, %d orphans removed",
-        values["master_key_count"],
-        values["master_allocated_bytes"] / 1e6,
-        values["master_total_capacity_bytes"] / 1e6,
-        values["master_active_clients"],
-        values["master_put_start_alloc_failures_total"],
-        values["master_put_start_discard_cnt"],
-        orphans.swept,
-    )
 
 
 def _ports(host: str, file: Path) -> tuple[int, int]:

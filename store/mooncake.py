@@ -12,7 +12,6 @@ first contact with a process that holds objects (`_meet`), which lands in memory
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -21,13 +20,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-import httpx
 import numpy as np
 
 from configs.schema import Mooncake, Store
+from store.master_http import find_master, metrics
 from store.objects import Full, Gone, Lost, StoreError, Torn, Usage
 
-REGISTRATION = "master.json"  # in store.path: {"rpc": "host:port", "http": "http://host:port", "pid": N}
 ROUNDING = 9 / 8  # the allocator rounds a size up by an eighth at most
 SEGMENT = 16 << 20  # the smallest that Mooncake mounts
 SCRATCH = 1 << 20  # for objects without memory of their own: manifests
@@ -106,7 +104,7 @@ class MooncakeStore:
         self._registered.append(range(_address(memory), _address(memory) + memory.nbytes))
 
     def usage(self) -> Usage:
-        values = metrics(self._http)
+        values = metrics(self._http, self._deadline_s)
         used, there = values["master_allocated_bytes"], values["master_total_capacity_bytes"]
         return Usage(int(values["master_key_count"]), int(used), int(there))
 
@@ -189,40 +187,6 @@ class MooncakeStore:
         self._scratch = np.empty(size, np.uint8)
         if code := self._client.register_buffer(self._scratch.ctypes.data, size):
             raise Gone(f"{size} bytes cannot be registered (code {code})")
-
-
-def find_master(config: Store) -> tuple[str, str]:
-    """Where the master answers: "host:port" for clients, URL of its metrics. Raises Gone; it has answered just now.
-
-    A client that is set up without a master tries for 90 s, so the question comes before.
-    """
-    path = config.path / REGISTRATION
-    try:
-        where = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise Gone(f"no master has registered in {config.path} (python -m store.master)") from None
-    if (problem := silence(where["http"], config.mooncake.deadline_s)) is not None:
-        raise Gone(f"the master of {path} does not answer: {problem}")
-    return where["rpc"], where["http"]
-
-
-def silence(http: str, deadline_s: float) -> str | None:
-    """Why the master at this URL is not at work, None where it is."""
-    try:
-        health = httpx.get(f"{http}/health", timeout=deadline_s, trust_env=False).json()
-    except (httpx.HTTPError, ValueError) as error:
-        return f"{http}: {type(error).__name__}"
-    return None if health.get("service_ready") else f"{http}: {health}"
-
-
-def metrics(http: str) -> dict[str, float]:
-    """The master's metrics without labels. Raises Gone."""
-    try:
-        text = httpx.get(f"{http}/metrics", timeout=5, trust_env=False).text
-    except httpx.HTTPError as error:
-        raise Gone(f"{http}: {type(error).__name__}") from None
-    pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#" and "{" not in line)
-    return {name: float(value) for name, value in pairs}
 
 
 def connect(config: Mooncake, rpc: str, segment: int):

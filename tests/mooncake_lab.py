@@ -12,7 +12,8 @@ import yaml
 from processes import Tree, wait_for
 
 from configs.schema import Config, load
-from store.mooncake import REGISTRATION, MooncakeStore
+from store.master_http import REGISTRATION
+from store.mooncake import MooncakeStore
 from store.objects import Usage
 
 DEADLINE_S, RELEASE_S, ORPHAN_S = 2, 4, 6

@@ -13,7 +13,8 @@ import torch
 from mooncake_lab import CONTRACT, DEADLINE_S, ORPHAN_S, RELEASE_S, SLACK_S, Lab, empty, made, within
 from processes import Tree, wait_for
 
-from store.mooncake import REGISTRATION
+from store import master_http
+from store.master_http import REGISTRATION
 from store.objects import Full, Gone, Lost, Torn, open_store
 from store.sample import MAX_PARTS, bytes_of, discard, fetch
 
@@ -292,7 +293,7 @@ def test_killed_master_comes_back_at_its_place(lab, store, long_lived):
     assert empty(store.usage())
 
 
-def test_killed_wrapper_takes_the_master_with_it(tmp_path):
+def test_killed_wrapper_takes_the_master_with_it(tmp_path, monkeypatch):
     tree = Tree()
     lab = Lab(tmp_path, tree)
     lab.start_master()
@@ -302,6 +303,7 @@ def test_killed_wrapper_takes_the_master_with_it(tmp_path):
     with pytest.raises(Gone, match="does not answer"):  # a stale registration
         open_store(lab.config.store)
     (lab.config.store.path / REGISTRATION).unlink()
+    monkeypatch.setattr(master_http, "START_S", 0.1)
     with pytest.raises(Gone, match="no master has registered in"):
         open_store(lab.config.store)
     assert time.monotonic() - began < DEADLINE_S + SLACK_S

@@ -28,7 +28,8 @@ from processes import Tree  # noqa: E402
 
 from configs.schema import load  # noqa: E402
 from store.contract import StateContract  # noqa: E402
-from store.mooncake import MooncakeStore, connect, find_master  # noqa: E402
+from store.master_http import find_master  # noqa: E402
+from store.mooncake import MooncakeStore, connect  # noqa: E402
 from store.sample import bytes_of, discard, fetch, put_sample  # noqa: E402
 
 PLANES, WIDTH = 6, 7168  # Kimi-K3's: 86 KB a token
