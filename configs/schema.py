@@ -255,11 +255,21 @@ class Evaluate(Section):
     threads: Positive = 1
 
 
+class Restarts(Section):
+    """How often a role that dies is started again before its death ends the launch."""
+
+    master: Annotated[int, Field(ge=0)] = 0
+    extractor: Annotated[int, Field(ge=0)] = 0  # each
+    trainer: Annotated[int, Field(ge=0)] = 0  # all ranks together, from the latest checkpoint
+
+
 class Launch(Section):
     """Roles that `slurm.launch` starts on this machine."""
 
     trainers: Positive = 1
+    restarts: Restarts = Restarts()
     ready_s: Annotated[float, Field(gt=0)] = 1800.0  # an extractor answers by then
+    stuck_s: Annotated[float, Field(gt=0)] = 60.0  # a service that answers nothing for so long counts as dead
     grace_s: Annotated[float, Field(ge=0)] = 10.0  # between SIGTERM and SIGKILL
 
 

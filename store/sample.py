@@ -57,15 +57,20 @@ def put_slice(store: ObjectStore, name: str, part: int, states: Tensor, start: i
     `encoding`: the codec of the contract that the sample will be published by. Raises Full, Gone; Torn (`non_finite`), and
     nothing is put.
     """
+    piece, data = _encode(name, part, states, start, encoding)
+    store.put(piece.object, data)
+    return piece
+
+
+def _encode(name: str, part: int, states: Tensor, start: int, encoding: str) -> tuple[Slice, memoryview]:
     if not 0 <= part < MAX_PARTS:
         raise ValueError(f"{name}: part {part} is outside 0..{MAX_PARTS - 1}")
-    encoded = states if encoding == "raw" else codec.encode(encoding, states)
-    data = bytes_of(encoded)
+    data = bytes_of(states if encoding == "raw" else codec.encode(encoding, states))
     check, finite = examine(states) if encoding == "raw" else (checksum(data), all_finite(states))
     if not finite:
         raise Torn(f"{name}: states are not finite", cause="non_finite")
-    store.put(f"{name}/{part}", data)
-    return Slice(object=f"{name}/{part}", start=start, stop=start + len(states), codec=encoding, bytes=data.nbytes, checksum=check)
+    stop = start + len(states)
+    return Slice(object=f"{name}/{part}", start=start, stop=stop, codec=encoding, bytes=data.nbytes, checksum=check), data
 
 
 def publish(store: ObjectStore, name: str, contract: StateContract, token_ids: list[int], slices: list[Slice]) -> None:
@@ -88,21 +93,29 @@ def put_sample(store: ObjectStore, name: str, contract: StateContract, token_ids
     In pieces, so that one is examined while another is under way: here, and where it is fetched.
     """
     tokens = max(1, PIECE * len(states) // max(1, states.nbytes), -(-len(states) // MAX_PARTS))
-    with ThreadPoolExecutor(2, "put") as threads:
-        puts = [
-            threads.submit(put_slice, store, name, part, piece, part * tokens, contract.codec)
-            for part, piece in enumerate(states.split(tokens))
-        ]
-    slices = [put.result() for put in puts if not put.exception()]
-    failure = next((put.exception() for put in puts if put.exception()), None)
+    slices, ours = [], []
+
+    def put(piece: Slice, data: memoryview) -> None:
+        store.put(piece.object, data)
+        ours.append(piece.object)
+
     try:
-        if failure:
-            raise failure
+        with ThreadPoolExecutor(1, "put") as other:
+            puts = []
+            for part, rows in enumerate(states.split(tokens)):
+                piece, data = _encode(name, part, rows, part * tokens, contract.codec)
+                slices.append(piece)
+                if piece.stop < len(states):
+                    puts.append(other.submit(put, piece, data))
+                else:
+                    put(piece, data)
+            for waiting in puts:
+                waiting.result()
+        ours.insert(0, f"{name}/manifest")  # before, the name might have been taken: whoever has it keeps its manifest
         publish(store, name, contract, token_ids, slices)
     except Exception:
-        ours = [piece.object for piece in slices]
         with suppress(Gone):  # what stays then has no consumer, and the store sweeps such
-            store.remove(ours if failure else [f"{name}/manifest", *ours])  # a name that was taken keeps its manifest
+            store.remove(ours)
         raise
 
 
@@ -129,7 +142,10 @@ def fetch(store: ObjectStore, name: str, contract: StateContract, token_ids: lis
             if piece.bytes != data.nbytes:
                 raise Torn(f"{piece.object}: {piece.bytes} bytes, tokens {piece.start}..{piece.stop} take {data.nbytes}", cause="size")
             store.read_into(piece.object, data)
-            proofs.append(prover.submit(_prove, piece, data, rows))  # while the next one is read
+            if piece is manifest.slices[-1]:
+                _prove(piece, data, rows)
+            else:
+                proofs.append(prover.submit(_prove, piece, data, rows))  # while the next one is read
         for proof in proofs:
             proof.result()
     return manifest
