@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 REPORT_S = 30.0
-PORTS_S = 5.0  # a killed master's ports are free at once
+PORTS_S = 3.0  # a killed master's ports are free at once
 READY_S = 30.0  # Mooncake's master is up within a second
 STUCK = 3  # times deadline_s without an answer: it will not come back
 PORTS = range(20000, 30000)  # below what Linux gives out by itself, above what Mooncake's clients take

@@ -57,7 +57,7 @@ class MooncakeStore:
         with self._use(name) as client:
             # Mooncake answers "stored" for a name that is taken and keeps the old value. A manifest's checksums would find out
             # in the end; this finds all but a race. A lease that it grants is no matter: we remove by force.
-            if client.is_exist(name) == 1:
+            if _check(client.is_exist(name), name, absent=Gone):
                 raise ValueError(f"{name}: exists; a name is used once")
             _check(client.put_from(name, _address(data), data.nbytes, self._where), name, absent=Gone)
 

@@ -12,29 +12,29 @@ import yaml
 from processes import Tree, wait_for
 
 from configs.schema import Config, load
+from store.contract import StateContract
 from store.master_http import REGISTRATION
 from store.mooncake import MooncakeStore
 from store.objects import Usage
 
-DEADLINE_S, RELEASE_S, ORPHAN_S = 2, 4, 6
+DEADLINE_S, RELEASE_S, ORPHAN_S = 2, 4, 4
 SLACK_S = 8.0  # of a busy machine; Mooncake's own patience would be 30 s and more
 
 # Follows commands from stdin, one a line, and answers each with one line: what it returned or raised.
 PRODUCER = """
 import sys
-import torch
 from configs.schema import load
 from mooncake_lab import CONTRACT, made
 from store.objects import open_store
-from store.sample import discard, publish, put_slice
 
-torch.set_num_threads(1)
 store = open_store(load(sys.argv[1]).store, float(sys.argv[2]))
 
 def put(name, size, fill):
     store.put(name, memoryview(bytearray([int(fill)]) * int(size)))
 
 def ship(name, tokens, codec):
+    from store.sample import publish, put_slice  # with torch, which takes seconds to import
+
     contract, states = CONTRACT.model_copy(update={"codec": codec}), made(int(tokens))
     cut = max(1, int(tokens) // 3)
     slices = [put_slice(store, name, part, piece, part * cut, codec) for part, piece in enumerate(states.split(cut))]
@@ -58,13 +58,7 @@ store.close()
 """
 
 
-def _contract():
-    from store.contract import StateContract
-
-    return StateContract(verifier="v", taps=(1, 2, 3), last="pre_norm", dtype="float32", engine={"name": "test"})
-
-
-CONTRACT = _contract()
+CONTRACT = StateContract(verifier="v", taps=(1, 2, 3), last="pre_norm", dtype="float32", engine={"name": "test"})
 
 
 def made(tokens: int):
