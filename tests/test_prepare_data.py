@@ -17,10 +17,12 @@ from families import make_verifier
 from tiny import python_environment, write_recipe
 
 import extract.rows
+from configs.schema import load
 from extract.conversations import Dropped
 from extract.merge import draft_vocabulary
 from extract.parts import fitting
 from extract.prepare_data import main
+from extract.render import load_tokenizer, prompt_ids
 from extract.report import CAUSES
 
 
@@ -197,6 +199,30 @@ def test_one_prompt_lies_on_one_side(tmp_path, recipe):
     assert [row["prompt_ids"] + row["response_ids"] for row in held] == [
         ids[:-1] for ids in validation["input_ids"]
     ]  # but for the last newline
+
+
+def test_later_turns_of_a_prompt_go_with_the_first(tmp_path, recipe):
+    tokenizer, rows, talks = load_tokenizer(load(recipe).verifier), [], []
+    for number in range(40):
+        [asked, answered] = conversation(number)["messages"]
+        talk = [
+            asked,
+            answered,
+            {"role": "user", "content": "And?"},
+            {"role": "assistant", "content": "That is all that there is to say: no more."},
+        ]
+        talks.append({"id": f"c{number}", "messages": talk})
+        for turn in (1, 3):
+            response = [*tokenizer.encode(talk[turn]["content"]), tokenizer.eos_token_id]
+            row = {"prompt_ids": prompt_ids(tokenizer, talk[:turn]), "response_ids": response, "finish_reason": "stop"}
+            rows.append({"id": f"c{number}", "messages": talk[: turn + 1]} | row)
+    held = []
+    for name, data, turns in (("rollouts", rows, "all"), ("all", talks, "all"), ("last", talks, "last")):
+        keys = [f"data.turns={turns}", "data.validation=0.3"]
+        assert main([recipe, *keys, "--data", str(write(tmp_path / "a.jsonl", data)), "--output", str(tmp_path / name)]) == 0
+        held.append(set(load_from_disk(tmp_path / name / "validation")["id"]))
+        assert not held[-1] & set(load_from_disk(tmp_path / name)["id"])
+    assert held[0] == held[1] == held[2]
 
 
 def test_weights(tmp_path, recipe):

@@ -49,17 +49,20 @@ def write_rows(path: Path, count: int) -> None:
             sink.write(json.dumps({"id": number, "messages": [message for pair in pairs for message in pair]}) + "\n")
 
 
-def tokenizer_alone(recipe: str, data: Path, rows: int) -> float:
-    """Tokens a CPU second of `encode_batch` in one thread on the rendered text of the first rows."""
-    maker, seconds, tokens, seen = Maker(load(recipe)), 0.0, 0, 0
+def speeds(recipe: str, data: Path, rows: int, scratch: Path) -> tuple[float, float]:
+    """Tokens a CPU second of one process's whole work, and of `encode_batch` in one thread on the rendered text alone, in turns."""
+    maker, ours, alone, tokens, seen = Maker(load(recipe)), 0.0, 0.0, 0, 0
     for chunk in chunks(Source(str(data))):
+        began = time.process_time()
+        maker.part(chunk, scratch)
+        ours += time.process_time() - began
         texts = [render(maker.tokenizer, read_row(row).messages) for _, row in chunk.parse()]
         began = time.process_time()
         tokens += sum(map(len, maker.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)))
-        seconds += time.process_time() - began
+        alone += time.process_time() - began
         if (seen := seen + chunk.size) >= rows:
-            return tokens / seconds
-    return tokens / seconds
+            break
+    return tokens / ours, tokens / alone
 
 
 def resident(pid: int) -> int:
@@ -115,16 +118,11 @@ def main() -> None:
         recipe, data = str(write_recipe(work, verifier, keys)), work / "rows.jsonl"
         write_rows(data, args.rows)
         command = [sys.executable, "-m", "extract.prepare_data", recipe, "--data", str(data), "--output"]
-        few = work / "few.jsonl"
-        few.write_bytes(b"".join(data.open("rb").readlines(1)))
-        start, _, _ = run([*command[:-2], str(few), "--output", str(work / "few")])
-        alone = tokenizer_alone(recipe, data, min(args.rows, 10_000))
+        ours, alone = speeds(recipe, data, min(args.rows, 10_000), work / "part.arrow")
+        print(f"tokens a CPU second of a process: {ours:,.0f}, the tokenizer alone {alone:,.0f}: {ours / alone:.2f} of it")
         cpu, seconds, memory = run([*command, str(work / "whole")])
         report = json.loads((work / "whole" / "report.json").read_text())
-        ours = report["tokens"] / (cpu - start)
-        kept = f"{report['kept']:,} kept"
-        print(f"{args.rows:,} rows, {report['tokens']:,} tokens, {kept}, {seconds:,.0f} s, {cpu:,.0f} CPU s ({start:.0f} to start)")
-        print(f"tokens a CPU second: {ours:,.0f}, the tokenizer alone {alone:,.0f}: {ours / alone:.2f} of it")
+        print(f"{args.rows:,} rows, {report['tokens']:,} tokens, {report['kept']:,} kept, {seconds:,.0f} s, {cpu:,.0f} CPU s")
         quarters = [max(memory[len(memory) * k // 4 : len(memory) * (k + 1) // 4] or [0]) >> 20 for k in range(4)]
         print(f"resident MiB at most, by quarter of the run: {quarters}")
         kill_half_way([*command, str(work / "killed")], work / "killed", -(-args.rows // 500))
