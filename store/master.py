@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 REPORT_S = 30.0
-PORTS_S = 3.0  # a killed master's ports are free at once
 READY_S = 30.0  # Mooncake's master is up within a second
 STUCK = 3  # times deadline_s without an answer: it will not come back
 PORTS = range(20000, 30000)  # below what Linux gives out by itself, above what Mooncake's clients take
@@ -70,14 +69,14 @@ def run(config: Config) -> None:
     rpc, http = _ports(settings.host, file)
     master = subprocess.Popen(command(settings, rpc, http), preexec_fn=partial(_die_with, os.getpid()), stdin=subprocess.DEVNULL)
     try:
-        url = f"http://{_bracketed(settings.host)}:{http}"
-        _wait_ready(master, url)
-        client, _ = connect(settings, f"{_bracketed(settings.host)}:{rpc}", 0)
-        if client.is_exist("nothing") != 0:
-            raise MasterError(f"the master at port {rpc} does not answer a client")
-        _publish(file, {"rpc": f"{_bracketed(settings.host)}:{rpc}", "http": url, "pid": master.pid})
-        log.info("at %s:%d, metrics at %s", settings.host, rpc, url)
-        watch(master, client, url, settings)
+        where = {"rpc": f"{settings.host}:{rpc}", "http": f"http://{settings.host}:{http}", "pid": master.pid}
+        _wait_ready(master, where["http"])
+        client = connect(settings, where["rpc"], 0)
+        partial_file = file.with_suffix(".partial")
+        partial_file.write_text(json.dumps(where))
+        partial_file.replace(file)
+        log.info("at %s, metrics at %s", where["rpc"], where["http"])
+        watch(master, client, where["http"], settings)
         file.unlink(missing_ok=True)
     finally:
         master.kill()
@@ -157,37 +156,29 @@ class Orphans:
         self.swept += codes.count(0)
 
 
-def _ports(host: str, file: Path) -> tuple[int, int]:
+def _ports(host: str, file: Path) -> list[int]:
     """Ports for clients and for metrics: those of the master that was here before, else two free ones.
 
     Clients keep to the address that they were set up with, and mount their memory again when a master answers there.
     """
-    try:
+    if file.exists():
         before = json.loads(file.read_text())
-        wanted = [int(before[key].rpartition(":")[2]) for key in ("rpc", "http")]
-    except FileNotFoundError:
-        wanted = []
-    if wanted:
-        end = time.monotonic() + PORTS_S
-        while not all(_free(host, port) for port in wanted):
-            if time.monotonic() > end:
-                raise MasterError(f"ports {wanted} of the master that {file} names are in use; is it still running?")
-            time.sleep(0.1)
-        return wanted[0], wanted[1]
-    free = (port for port in random.sample(PORTS, len(PORTS)) if _free(host, port))
-    return next(free), next(free)
-
-
-def _free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise MasterError(f"store.mooncake.host = {host!r}: no port can be had there ({error.strerror})") from None
-            return False
-    return True
+        if silence(before["http"], 1.0) is None:
+            raise MasterError(f"the master that {file} names is still running")
+        return [int(before[key].rpartition(":")[2]) for key in ("rpc", "http")]
+    free = []
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise MasterError(f"store.mooncake.host = {host!r}: no port can be had there ({error.strerror})") from None
+                continue
+        free.append(port)
+        if len(free) == 2:
+            return free
+    raise MasterError(f"store.mooncake.host = {host!r}: no free port in {PORTS}")
 
 
 def _wait_ready(master: subprocess.Popen, url: str) -> None:
@@ -198,16 +189,6 @@ def _wait_ready(master: subprocess.Popen, url: str) -> None:
         if time.monotonic() > end:
             raise MasterError(f"mooncake_master did not answer within {READY_S:.0f} s: {problem}")
         time.sleep(0.05)
-
-
-def _publish(file: Path, where: dict) -> None:
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(where))
-    partial.replace(file)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _die_with(parent: int) -> None:

@@ -28,7 +28,6 @@ from store.objects import Full, Gone, Lost, StoreError, Torn, Usage
 
 ROUNDING = 9 / 8  # the allocator rounds a size up by an eighth at most
 SEGMENT = 16 << 20  # the smallest that Mooncake mounts
-SCRATCH = 1 << 20  # for objects without memory of their own: manifests
 
 NO_ROOM, BAD_SIZE, BAD_CHECKSUM = -200, -600, -801
 ABSENT = {-703: "its put has not ended", -704: "not in the store", -706: "it is being removed"}
@@ -42,16 +41,14 @@ class MooncakeStore:
 
     def __init__(self, config: Store, share: float):
         rpc, self._http = find_master(config)
-        self._client, self._pid = connect(config.mooncake, rpc, int(max(SEGMENT, config.bytes * share * ROUNDING)) if share else 0)
+        self._client = connect(config.mooncake, rpc, int(max(SEGMENT, config.bytes * share * ROUNDING)) if share else 0)
         self._where = _placement(self._client.get_hostname() if share else "")
-        self._idle, self._calls, self._closed = threading.Condition(), 0, False
+        self._pid, self._idle, self._calls, self._closed = os.getpid(), threading.Condition(), 0, False
         # One read at a time: over TCP four threads need two to three times the CPU of one for the same bytes, and are slower.
         self._reading = threading.Lock()
         self._deadline_s = config.mooncake.deadline_s
         self._meetings: dict[str, Future[int]] = {}  # by "host:port" of who holds objects; done: it has answered
         self._registered: list[range] = []
-        self._scratch = np.empty(0, np.uint8)
-        self._fit(SCRATCH)
 
     def put(self, name: str, data: memoryview) -> None:
         with self._use(name) as client:
@@ -62,29 +59,20 @@ class MooncakeStore:
             _check(client.put_from(name, _address(data), data.nbytes, self._where), name, absent=Gone)
 
     def replace(self, name: str, data: bytes) -> None:
-        with self._use(name) as client, self._reading:
-            self._fit(len(data))
-            self._scratch[: len(data)] = np.frombuffer(data, np.uint8)
-            _check(client.upsert_from(name, self._scratch.ctypes.data, len(data), self._where), name, absent=Gone)
+        memory = np.frombuffer(data, np.uint8)
+        with self._use(name) as client, self._registering(client, memory.data):
+            _check(client.upsert_from(name, memory.ctypes.data, len(data), self._where), name, absent=Gone)
 
     def read(self, name: str) -> bytes:
         with self._use(name) as client:
-            self._meet(client, name)
-            with self._reading:
-                while True:
-                    size = client.get_into(name, self._scratch.ctypes.data, self._scratch.nbytes)
-                    if size != BAD_SIZE:
-                        return self._scratch[: _check(size, name)].tobytes()
-                    self._fit(_check(client.get_size(name), name))
+            out = np.empty(self._meet(client, name) or 1, np.uint8)
+            self._get(client, name, out.data)
+            return out.tobytes()
 
     def read_into(self, name: str, out: memoryview) -> int:
         with self._use(name) as client:
             self._meet(client, name)
-            with self._reading:
-                size = self._read_into(client, name, out)
-            if size == BAD_SIZE or 0 <= size != out.nbytes:
-                raise Torn(f"{name}: {size if size >= 0 else 'more'} bytes in the store, {out.nbytes} expected", cause="size")
-            return _check(size, name)
+            return self._get(client, name, out)
 
     def remove(self, names: Iterable[str]) -> None:
         names = list(names)
@@ -133,13 +121,36 @@ class MooncakeStore:
                 self._calls -= 1
                 self._idle.notify_all()
 
-    def _meet(self, client, name: str) -> None:
+    def _get(self, client, name: str, out: memoryview) -> int:
+        with self._reading, self._registering(client, out):
+            size = client.get_into(name, _address(out), out.nbytes)
+        if size == BAD_SIZE or 0 <= size != out.nbytes:
+            raise Torn(f"{name}: {size if size >= 0 else 'more'} bytes in the store, {out.nbytes} expected", cause="size")
+        return _check(size, name)
+
+    @contextmanager
+    def _registering(self, client, memory: memoryview) -> Iterator[None]:
+        """RDMA moves registered memory alone: what `register` has not been told is registered for one call."""
+        address = _address(memory)
+        known = any(address in held and address + memory.nbytes <= held.stop for held in self._registered)
+        if not known and (code := client.register_buffer(address, memory.nbytes)):
+            raise Gone(f"{memory.nbytes} bytes cannot be registered (Mooncake's code {code})")
+        try:
+            yield
+        finally:
+            if not known:
+                client.unregister_buffer(address)
+
+    def _meet(self, client, name: str) -> int:
         """Get one byte of an object from each process that holds it and has not been talked to before. Raises Lost in time.
 
         Mooncake waits 60 s for a first answer, whatever its deadlines, and delivers into the reader's memory even then.
+        Returns the object's size, 0 where there is none.
         """
+        size = 0
         for replica in client.get_replica_desc(name):
-            holder = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+            buffer = replica.get_memory_descriptor().buffer_descriptor
+            holder, size = buffer.transport_endpoint, buffer.size
             with self._idle:
                 if holder not in self._meetings:
                     self._meetings[holder] = Future()
@@ -153,6 +164,7 @@ class MooncakeStore:
                 code = NOT_SENT
             if code != 1:
                 raise Lost(f"{name}: {(ABSENT | UNREAD).get(code, 'cannot be read')} (code {code})")
+        return size
 
     def _greet(self, client, name: str, meeting: Future, holder: str) -> None:
         byte, code = np.empty(1, np.uint8), NOT_SENT
@@ -168,29 +180,9 @@ class MooncakeStore:
                 self._idle.notify_all()
             meeting.set_result(code)
 
-    def _read_into(self, client, name: str, out: memoryview) -> int:
-        address = _address(out)
-        if any(address in known and address + out.nbytes <= known.stop for known in self._registered):
-            return client.get_into(name, address, out.nbytes)
-        self._fit(out.nbytes)  # RDMA reads into registered memory alone; whoever reads much registers it
-        size = client.get_into(name, self._scratch.ctypes.data, out.nbytes)
-        if size == out.nbytes:
-            out[:] = self._scratch[:size]
-        return size
-
-    def _fit(self, size: int) -> None:
-        """Make the scratch memory at least `size` bytes."""
-        if size <= self._scratch.nbytes:
-            return
-        if self._scratch.nbytes:
-            self._client.unregister_buffer(self._scratch.ctypes.data)
-        self._scratch = np.empty(size, np.uint8)
-        if code := self._client.register_buffer(self._scratch.ctypes.data, size):
-            raise Gone(f"{size} bytes cannot be registered (code {code})")
-
 
 def connect(config: Mooncake, rpc: str, segment: int):
-    """A set-up Mooncake client that gives `segment` bytes of this process to the store, and this process's id. Raises Gone."""
+    """A set-up Mooncake client that gives `segment` bytes of this process to the store. Raises Gone."""
     deadline_ms = str(config.deadline_s * 1000)
     os.environ |= {
         "MC_RPC_TIMEOUT_MS": deadline_ms,  # of the master's answer (Mooncake's own 30 s)
@@ -211,7 +203,7 @@ def connect(config: Mooncake, rpc: str, segment: int):
     code = client.setup(_address_towards(rpc), "P2PHANDSHAKE", segment, 0, config.protocol, config.devices, rpc)
     if code:
         raise Gone(f"a Mooncake client with a segment of {segment} bytes cannot be set up at {rpc} (code {code})")
-    return client, os.getpid()
+    return client
 
 
 def _placement(own: str):
@@ -246,6 +238,6 @@ def _address(memory: memoryview) -> int:
 def _address_towards(rpc: str) -> str:
     """This machine's address on the way to the master: what other machines on that network reach (a container's bridge is not)."""
     host, _, port = rpc.rpartition(":")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host.strip("[]"), int(port)))  # sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
         return probe.getsockname()[0]

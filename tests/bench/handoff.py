@@ -66,7 +66,7 @@ class Bare:
     """Mooncake's `put_from` and `get_into`, and nothing else."""
 
     def __init__(self, store_config, produces: bool, batch: torch.Tensor):
-        self.client, _ = connect(store_config.mooncake, find_master(store_config)[0], BUDGET if produces else 0)
+        self.client = connect(store_config.mooncake, find_master(store_config)[0], BUDGET if produces else 0)
         self.client.register_buffer(batch.data_ptr(), batch.nbytes)
         from mooncake.store import ReplicateConfig
 
