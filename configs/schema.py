@@ -242,6 +242,7 @@ class Train(Section):
     muon: Muon = Muon()
     clip: Annotated[float, Field(gt=0)] = 1.0
     threads: Positive = 1  # CPU threads of one rank
+    stuck_s: Annotated[float, Field(gt=0)] = 3600.0  # a rank that waits so long for another one ends; longer than any wait for states
     checkpoint_every: Positive = 500  # steps
     log_every: Positive = 20  # steps
 

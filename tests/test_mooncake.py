@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -205,6 +206,30 @@ def test_close_waits_for_calls_that_run(lab, long_lived):
     other = lab.client()
     other.remove(["w"])
     other.close()
+
+
+def test_threads_put_read_and_remove_at_once(lab, long_lived):
+    client, size = lab.client(), 300_000
+
+    def work(thread: int) -> None:
+        out = block(size)
+        for count in range(25):
+            name = f"threads/{thread}/{count}"
+            client.put(name, block(size, 25 * thread + count))
+            assert client.read_into(name, out) == size and out[0] == out[-1] == 25 * thread + count
+            client.remove([name])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    client.close()
+
+
+def test_clients_that_start_together(lab):
+    with ThreadPoolExecutor(6) as threads:
+        producers = list(threads.map(lambda _: lab.producer(), range(6)))
+    assert [producer.do("put", f"together/{producer.pid}", 1000, 1) for producer in producers] == ["None"] * 6
+    for producer in producers:
+        producer.kill()
 
 
 def test_killed_producer(store, producer, long_lived):

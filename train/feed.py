@@ -25,8 +25,8 @@ from extract.pool import HOPELESS, ExtractionError, Pool
 from store.cache import DurableCache
 from store.contract import StateContract
 from store.objects import Full, Gone, ObjectStore, StoreError, open_store, run_prefix
-from store.sample import MAX_PARTS, bytes_of, discard, fetch
-from train.batch import Batch, Sample, block_size_at, lay_out, pack, place, total_steps
+from store.sample import MAX_PARTS, bytes_of, checksum, discard, fetch
+from train.batch import Batch, Document, Sample, block_size_at, lay_out, pack, place, total_steps
 
 AWAY = frozenset({"no_room", "store_gone", "no_extractor", "unreachable", "draining"})  # causes that pass: full, or being restarted
 OF_THE_SAMPLE = HOPELESS | {"non_finite"}  # causes that cost the sample and not the run
@@ -158,9 +158,14 @@ class Feed:
                 documents = lay_out(group, where.epoch, block_size_at(step, self.total, self.config), self.config)
                 yield Batch(step, documents, self.buffers.take(sum(len(s.token_ids) for s in group)), last=number == len(groups))
 
-    def _start(self, batch: Batch, document) -> Future:
-        out = batch.states[document.start : document.stop]
-        return self.executor.submit(self.obtain, document.sample, out, next(self._sequence))
+    def _start(self, batch: Batch, document: Document) -> Future:
+        return self.executor.submit(self._fill, document, batch.states[document.start : document.stop], next(self._sequence))
+
+    def _fill(self, document: Document, out: Tensor, sequence: int) -> bool:
+        made = self.obtain(document.sample, out, sequence)
+        if made:
+            document.checksum = checksum(bytes_of(out)) & 0xFFFFFFFF
+        return made
 
     def obtain(self, sample: Sample, out: Tensor, sequence: int) -> bool:
         """Fill `out` [T, m + 1, H] with the sample's states. False if the sample cannot be made (counted in `drops`).

@@ -43,7 +43,8 @@ class Log:
         self.started = time.monotonic()
 
     def step(self, record: dict) -> None:
-        """record: step, `summarise`'s means, lr, seconds by part of the step, drops and retries by cause, the store's traffic."""
+        """record: step, `summarise`'s means, lr, checksums of its samples' states, seconds by part, drops and retries by cause, the store's
+        traffic."""
         self.file.write(json.dumps(record) + "\n")
         for key, value in record.items():
             if isinstance(value, int | float) and key != "step":
