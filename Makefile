@@ -21,9 +21,9 @@ demo: $(RUN)/data/data_contract.json
 	$(PY) -m slurm.launch $(CONFIG)
 	$(PY) -m train.evaluate $(CONFIG) --require $(REQUIRE)
 
-# The verifier's answers, with both cores since nothing trains yet. What is interrupted goes on where it was.
+# What is interrupted goes on where it was.
 $(RUN)/data/data_contract.json: | $(VERIFIER)/config.json
-	$(PY) -m slurm.launch $(CONFIG) extract.threads=2 -- python -m extract.rollout $(CONFIG) --prompts $(PROMPTS) --output $(RUN)/rollouts.jsonl
+	$(PY) -m slurm.launch $(CONFIG) -- python -m extract.rollout $(CONFIG) --prompts $(PROMPTS) --output $(RUN)/rollouts.jsonl
 	$(PY) extract/prepare_data.py $(CONFIG) --data $(RUN)/rollouts.jsonl --output $(RUN)/data
 
 $(VERIFIER)/config.json: | .venv/installed

@@ -241,9 +241,11 @@ class Train(Section):
     markov_lr_scale: Annotated[float, Field(gt=0)] = 1.0
     muon: Muon = Muon()
     clip: Annotated[float, Field(gt=0)] = 1.0
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # ranks hold whole parameters, or rows of each (FSDP2)
     threads: Positive = 1  # CPU threads of one rank
     stuck_s: Annotated[float, Field(gt=0)] = 3600.0  # a rank that waits so long for another one ends; longer than any wait for states
     checkpoint_every: Positive = 500  # steps
+    keep_checkpoints: Positive = 3  # the newest
     log_every: Positive = 20  # steps
 
 

@@ -149,12 +149,12 @@ def test_a_job_is_started_again(tree, tmp_path):
 @pytest.mark.parametrize("victim", ["command", "wrapper"])
 def test_a_service_is_started_again_and_nothing_of_the_old_one_is_left(tree, tmp_path, victim):
     up = [*service(tmp_path, prologue=STUBBORN), 1]
-    process = launcher(tree, tmp_path, up, job(f"while [ ! -e {tmp_path}/enough ]; do sleep 0.1; done; cat {tmp_path}/server"))
+    process = launcher(tree, tmp_path, up, job(f"while [ ! -e {tmp_path}/enough ]; do sleep 0.1; done; cat {tmp_path}/server; :"))
     wait_for((tmp_path / "logs" / "job.log").exists)
     first = tree.pid(str(tmp_path / "server"), wrapper=victim == "wrapper")
     old = {pid for pid, line in tree.alive().items() if line.endswith(str(tmp_path / "server"))}
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: (tmp_path / "logs" / "server.log").read_text().count("polite is up") == 2 and (tmp_path / "server").exists())
+    wait_for(lambda: (tmp_path / "logs" / "server.log").read_text().count("\npolite is up\n") == 2 and (tmp_path / "server").exists())
     assert not old & tree.alive().keys()
     (tmp_path / "enough").touch()
     status, out, err = end_of(process)

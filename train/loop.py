@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from datasets import Dataset, load_from_disk
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from configs.schema import Config
 from extract.pool import Pool
 from store.contract import Contract, ContractMismatch, DataContract, require_same
 from train import checkpoint
-from train.batch import Batch, block_size_at, place
+from train.batch import Batch, Order, block_size_at, place
 from train.contract import DraftContract
 from train.draft import Draft, initialise
 from train.feed import Feed, FeedError
@@ -40,7 +41,6 @@ class Run:
     feed: Feed
     draft: Draft
     frozen: FrozenVerifier
-    optimizers: list[torch.optim.Optimizer]
     contracts: dict[str, Contract]
 
 
@@ -62,11 +62,16 @@ def train(config: Config, from_draft: Path | None = None) -> None:
         try:
             feed.contract = _agree(config, ranks, feed, frozen, dataset)
             data = DataContract.model_validate_json((config.data.path / "data_contract.json").read_text())
-            contracts = {"draft": spec, "states": feed.contract, "data": data}
-            draft.to(ranks.device)
-            training = Run(config, ranks, feed, draft, frozen, build_optimizers(draft, config.train), contracts)
-            first = _start(training, dataset, warm=from_draft is None)
-            _steps(training, first)
+            contracts = {"draft": spec, "states": feed.contract, "data": data, "order": Order.of(dataset, config)}
+            training = Run(config, ranks, feed, draft.to(ranks.device), frozen, contracts)
+            found = checkpoint.latest(config.run_dir / "checkpoints")
+            first = checkpoint.resume(found, draft, contracts) if found else _start(training, dataset, warm=from_draft is None)
+            if config.train.parallel == "fsdp" and ranks.size > 1:
+                ranks.shard(draft)
+            optimizers = build_optimizers(draft, config.train, ranks)
+            if found:
+                checkpoint.resume_optimizers(found, optimizers)
+            _steps(training, optimizers, first)
         finally:
             feed.close()
 
@@ -114,13 +119,10 @@ def _agree(config: Config, ranks: World, feed: Feed, frozen: FrozenVerifier, dat
 
 
 def _start(training: Run, dataset: Dataset, warm: bool) -> int:
-    """Weights of step `first`: the latest checkpoint's, or rank 0's, after its warm start."""
-    found = checkpoint.latest(training.config.run_dir / "checkpoints")
-    if found:
-        return checkpoint.resume(found, training.draft, training.optimizers, training.contracts)
+    """Weights of a new run: rank 0's, after its warm start. Returns step 0."""
     if training.world.rank == 0 and warm:
         warm_start(training.draft, training.frozen, dataset, _first_states(training), training.config)
-    training.world.from_rank_0_(training.draft.state_dict().values())
+    training.world.from_rank_(training.draft.state_dict().values())
     return 0
 
 
@@ -133,7 +135,7 @@ def _first_states(training: Run) -> Tensor:
     return torch.cat(parts)
 
 
-def _steps(training: Run, first: int) -> None:
+def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -> None:
     """All steps from `first` on: sums are raw until the normaliser of the whole step is known, on all ranks alike."""
     config, ranks, total = training.config, training.world, training.feed.total
     log = Log(config.run_dir, total, config.train.log_every) if ranks.rank == 0 else None
@@ -145,16 +147,17 @@ def _steps(training: Run, first: int) -> None:
         parameter.grad = torch.zeros_like(parameter)
     for step in range(first, total):
         watch = Stopwatch(ranks.device)
-        lr = set_learning_rate(training.optimizers, step, total, config.train)
+        lr = set_learning_rate(optimizers, step, total, config.train)
         rows = place(step, len(training.feed.dataset), config).rows
         sums, checksums = _accumulate(training, batches, rows, block_size_at(step, total, config), watch)
-        ranks.sum_([sums, checksums, *(parameter.grad for parameter in parameters)])
+        local = (parameter.grad for parameter in parameters if not isinstance(parameter, DTensor))  # the others are sums
+        ranks.sum_([sums, checksums, *local])
         normaliser = float(sums[1])
         if normaliser > 0:  # else no rank had a valid slot: the step is counted and changes nothing
             for parameter in parameters:
                 parameter.grad.div_(normaliser)
             torch.nn.utils.clip_grad_norm_(parameters, config.train.clip)
-            for optimizer in training.optimizers:
+            for optimizer in optimizers:
                 optimizer.step()
         for parameter in parameters:
             parameter.grad.zero_()
@@ -165,10 +168,11 @@ def _steps(training: Run, first: int) -> None:
             trouble = {"drops": dict(training.feed.drops), "retries": dict(training.feed.retries)}
             if done % config.train.log_every == 0:
                 trouble["store"] = training.feed.traffic()
-            states = [f"{check:08x}" for check in checksums.tolist()]
-            log.step({"step": done, **means, "lr": lr, "states": states, "seconds": watch.seconds, **trouble})
-        if ranks.rank == 0 and (done % config.train.checkpoint_every == 0 or done == total):
-            checkpoint.save(config.run_dir / "checkpoints", done, training.draft, training.optimizers, training.contracts, training.config)
+            made = [f"{check:08x}" for check in checksums.tolist()]
+            log.step({"step": done, **means, "lr": lr, "states": made, "seconds": watch.seconds, **trouble})
+        if done % config.train.checkpoint_every == 0 or done == total:
+            weights, *states = training.draft.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)
+            checkpoint.save(config.run_dir / "checkpoints", done, weights, states, training.contracts, config, ranks.rank)
     if log:
         log.close()
 
@@ -187,8 +191,7 @@ def _accumulate(training: Run, batches: Iterator[Batch], rows: np.ndarray, block
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             part = run(training.draft, training.frozen, batch, block_size, training.config.loss, device)
         watch.mark("forward")
-        if part.objective.requires_grad:
-            part.objective.backward()
+        part.objective.backward()
         watch.mark("backward")
         sums += torch.cat((part.objective.detach().double().cpu()[None], part.counts, part.per_slot.flatten()))
         for document in batch.documents:
