@@ -131,8 +131,10 @@ def extractor_alive(registrations: Path) -> str | None:
 def forget_dead(registrations: Path) -> None:
     """Remove the registrations of this machine's processes that are no more: nobody shall ask them."""
     for file in registrations.glob("*.json"):
-        if not Path(f"/proc/{json.loads(file.read_text())['pid']}").exists():
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{json.loads(file.read_text())['pid']}/cmdline").read_bytes():  # of a zombie it is empty
+                continue
+        file.unlink(missing_ok=True)
 
 
 def master_ready(config: Config) -> str | None:

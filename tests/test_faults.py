@@ -63,6 +63,7 @@ def recipe(folder: Path, verifier: Path, name: str, **store) -> Path:
             "epochs": STEPS * BATCH // ROWS,
             "global_batch": BATCH,
             "num_anchors": 8,
+            "lr": 1e-3,
             "log_every": 1,
             "checkpoint_every": 4,
             "stuck_s": 20,
