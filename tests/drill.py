@@ -1,6 +1,6 @@
 """Commands of a drill: a launch whose parts are harmed, by the recipe and by chance of a seed.
 
-launch RECIPE [key=value…]   `slurm.launch`, but its extractor is `serve` and its trainers are followed by a look into the store
+launch RECIPE [--harm]       `slurm.launch`, but its trainers are followed by a look into the store; with --harm its extractor is `serve`
 serve RECIPE                 `extract.serve`, which now and then publishes what nobody may train on
 then_look RECIPE COMMAND…    COMMAND; if it ends well, wait until the store is empty and write `empty_after` beside the recipe
 """
@@ -18,23 +18,20 @@ from configs.schema import load
 HARM = {2: "cut", 5: "overwritten", 8: "nan_sent", 11: "nan_made", 14: "lost", 17: "full"}  # by number of the sample in its rank
 
 
-def launch_drill(recipe: str, *overrides: str) -> int:
+def launch_drill(recipe: str, harm: str = "") -> int:
     from slurm import launch
 
     table, here = launch.role_table, [sys.executable, __file__]
 
     def role_table(config, arguments, command):
-        return [
-            replace(role, command=[*here, "serve", *arguments])
-            if role.name == "extractor-0"
-            else replace(role, command=[*here, "then_look", recipe, *role.command])
-            if role.name == "trainers"
-            else role
-            for role in table(config, arguments, command)
-        ]
+        roles = {role.name: role for role in table(config, arguments, command)}
+        if harm:
+            roles["extractor-0"] = replace(roles["extractor-0"], command=[*here, "serve", recipe])
+        roles["trainers"] = replace(roles["trainers"], command=[*here, "then_look", recipe, *roles["trainers"].command])
+        return list(roles.values())
 
     launch.role_table = role_table
-    return launch.main([recipe, *overrides])
+    return launch.main([recipe])
 
 
 def then_look(recipe: str, *command: str) -> int:
@@ -53,7 +50,7 @@ def then_look(recipe: str, *command: str) -> int:
     return 0
 
 
-def serve(recipe: str, *overrides: str) -> int:
+def serve(recipe: str) -> int:
     from extract import engine_transformers
     from extract.serve import main
     from store.objects import Full
@@ -78,7 +75,7 @@ def serve(recipe: str, *overrides: str) -> int:
             store.put(part, memoryview(bytes(states.nbytes - 64 * (harm == "cut"))))
 
     engine_transformers.put_sample = harmful
-    return main([recipe, *overrides])
+    return main([recipe])
 
 
 def with_nan(store, name, contract, token_ids, states) -> None:

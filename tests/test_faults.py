@@ -82,18 +82,18 @@ def recipe(folder: Path, verifier: Path, name: str, **store) -> Path:
 class Drill:
     """A run of the recipe by `drill.py`, and what to harm in it."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, harm: bool = False):
         self.path, self.config, self.tree = path, load(path), Tree()
         self.tree.env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MKL_DYNAMIC": "FALSE"}
         self.log = path.with_name("launch.log")
         with self.log.open("wb") as log:  # a pipe that nobody reads would fill
-            command = [sys.executable, str(ROOT / "tests" / "drill.py"), "launch", str(path)]
+            command = [sys.executable, str(ROOT / "tests" / "drill.py"), "launch", str(path)] + ["--harm"] * harm
             self.process = subprocess.Popen(command, env=self.tree.env, stdout=log, stderr=log)
 
     def pid(self, role: str) -> int:
         if role == "master":
             return json.loads((self.config.store.path / REGISTRATION).read_text())["pid"]
-        return self.tree.pid(f"-u -m train {self.path}" if role == "rank" else f"serve {self.path}")
+        return self.tree.pid(f"-{'u -m train' if role == 'rank' else 'm extract.serve'} {self.path}")
 
     def harm(self, role: str, signum: int, steps: int) -> None:
         """Once the log has so many lines: not before what an earlier harm has undone is done again."""
@@ -101,13 +101,16 @@ class Drill:
         assert self.process.poll() is None, self.log.read_text()
         os.kill(self.pid(role), signum)
 
+    def __enter__(self) -> Drill:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.tree.assert_gone(10)
+
     def end(self) -> dict[int, dict]:
-        try:
-            status = self.process.wait(240)
-            assert status == 0, self.log.read_text()
-        finally:
-            self.process.kill()
-            self.tree.assert_gone(10)
+        status = self.process.wait(240)
+        assert status == 0, self.log.read_text()
         assert float(self.path.with_name("empty_after").read_text()) < RELEASE_S + 5 + SLACK_S
         return curve(self.config)
 
@@ -136,7 +139,8 @@ def told(config: Config, group: str) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder, tiny_verifier):
-    return Drill(recipe(folder, tiny_verifier("llama", poisoned=True), "undisturbed")).end()
+    with Drill(recipe(folder, tiny_verifier("llama", poisoned=True), "undisturbed")) as drill:
+        return drill.end()
 
 
 def moments(*roles: str) -> list[tuple[str, int]]:
@@ -150,17 +154,17 @@ def moments(*roles: str) -> list[tuple[str, int]]:
 def test_killed_and_stopped(folder, tiny_verifier, undisturbed, signum):
     """Master, extractor and a rank in turn; the store has 0.7 of the room that the asks in flight want."""
     room = int(0.7 * IN_FLIGHT * RANKS * SAMPLE_BYTES)
-    drill = Drill(recipe(folder, tiny_verifier("llama", poisoned=True), f"signal{signum}", bytes=room))
-    for role, steps in moments("master", "extractor", "rank"):
-        drill.harm(role, signum, steps)
-    assert drill.end() == undisturbed
+    with Drill(recipe(folder, tiny_verifier("llama", poisoned=True), f"signal{signum}", bytes=room)) as drill:
+        for role, steps in moments("master", "extractor", "rank"):
+            drill.harm(role, signum, steps)
+        assert drill.end() == undisturbed
     assert drill.log.read_text().count("started again") >= 3
     assert told(drill.config, "store")["room_s"] > 0
 
 
 def test_what_is_cut_overwritten_lost_or_not_finite_is_made_again(folder, tiny_verifier, undisturbed):
-    drill = Drill(recipe(folder, tiny_verifier("llama", poisoned=True), "harmed"))
-    assert drill.end() == undisturbed
+    with Drill(recipe(folder, tiny_verifier("llama", poisoned=True), "harmed"), harm=True) as drill:
+        assert drill.end() == undisturbed
     retries = told(drill.config, "retries")
     assert {"size", "checksum", "non_finite", "lost", "no_room"} <= retries.keys()
 
