@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -33,7 +34,7 @@ from configs.schema import Config, Positive, config_argument, parse
 from extract.engine_transformers import Ask, Completion, TransformersEngine
 from extract.pool import ExtractionError
 from extract.render import RenderError, load_tokenizer
-from store.objects import StoreError, open_store
+from store.objects import Gone, StoreError, open_store
 from store.sample import discard
 from store.verifier import VerifierError
 
@@ -111,7 +112,8 @@ class Extractor:
         ask.abandoned = True
         await asyncio.wait({answer})
         if answer.exception() is None and ask.sample:
-            await asyncio.to_thread(discard, self.engine.store, ask.sample)
+            with suppress(Gone):  # nobody will fetch it: the store sweeps such
+                await asyncio.to_thread(discard, self.engine.store, ask.sample)
         raise ClientDisconnect
 
     def _answer(self, ask: Ask, completion: Completion) -> Response:
@@ -208,7 +210,8 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(config.extract.threads)
     try:
         tokenizer = load_tokenizer(config.verifier)
-        engine = TransformersEngine(config, open_store(config.store))
+        store = open_store(config.store, share=1.0)
+        engine = TransformersEngine(config, store)
         server = Server(Extractor(engine, tokenizer), config)
     except (OSError, RenderError, StoreError, ValueError, VerifierError) as error:
         print(f"extract.serve: {' '.join(str(error).split())}", file=sys.stderr)

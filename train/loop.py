@@ -51,7 +51,7 @@ def train(config: Config, from_draft: Path | None = None) -> None:
     from_draft: a checkpoint or a published draft whose weights a new run starts from. Raises ContractMismatch (the engine, the
     data, the checkpoint or the draft are not what the recipe means), FormatError and FeedError.
     """
-    with world() as ranks:
+    with world(config.train.stuck_s) as ranks:
         torch.set_num_threads(config.train.threads)
         torch.set_float32_matmul_precision("high")
         dataset = load_from_disk(config.data.path).with_format("numpy")
@@ -146,13 +146,15 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
     parameters = list(training.draft.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    rows, record = held_out(config) if config.train.validate_every else None, log.best(first) if log else 0.0
+    held, record = held_out(config) if config.train.validate_every else None, log.best(first) if log else 0.0
     milestones = {max(1, round(share * total)) for share in config.train.milestones}
     for step in range(first, total):
         watch = Stopwatch(ranks.device)
         lr = set_learning_rate(optimizers, step, total, config.train)
-        sums = _accumulate(training, batches, block_size_at(step, total, config), watch)
-        ranks.sum_([sums, *(parameter.grad for parameter in parameters if not isinstance(parameter, DTensor))])  # those are sums
+        rows = place(step, len(training.feed.dataset), config).rows
+        sums, checksums = _accumulate(training, batches, rows, block_size_at(step, total, config), watch)
+        local = (parameter.grad for parameter in parameters if not isinstance(parameter, DTensor))  # the others are sums
+        ranks.sum_([sums, checksums, *local])
         normaliser = float(sums[1])
         if normaliser > 0:  # else no rank had a valid slot: the step is counted and changes nothing
             for parameter in parameters:
@@ -167,10 +169,13 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
         if log:
             means = summarise(sums[1 : 1 + len(SUMS)], sums[1 + len(SUMS) :].view(2, -1), float(sums[0]))
             trouble = {"drops": dict(training.feed.drops), "retries": dict(training.feed.retries)}
-            log.step({"step": done, **means, "lr": lr, "seconds": watch.seconds, **trouble})
+            if done % config.train.log_every == 0:
+                trouble["store"] = training.feed.traffic()
+            made = [f"{check:08x}" for check in checksums.tolist()]
+            log.step({"step": done, **means, "lr": lr, "states": made, "seconds": watch.seconds, **trouble})
         best = False
-        if rows is not None and (done % config.train.validate_every == 0 or done == total):
-            values = validate(training.draft, training.frozen, training.feed, rows, ranks, config)
+        if held is not None and (done % config.train.validate_every == 0 or done == total):
+            values = validate(training.draft, training.frozen, training.feed, held, ranks, config)
             if log:
                 log.validation({"step": done, **values})
                 best, record = values["tokens_per_forward"] > record, max(record, values["tokens_per_forward"])
@@ -183,10 +188,14 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
         log.close()
 
 
-def _accumulate(training: Run, batches: Iterator[Batch], block_size: int, watch: Stopwatch) -> Tensor:
-    """Backward through this rank's micro-steps of one step; returns [objective, counts, per slot] as one fp64 vector."""
+def _accumulate(training: Run, batches: Iterator[Batch], rows: np.ndarray, block_size: int, watch: Stopwatch) -> tuple[Tensor, Tensor]:
+    """Backward through this rank's micro-steps of one step, whose samples are `rows` of the data set.
+
+    Returns [objective, counts, per slot] as one fp64 vector, and int64 checksums of the states of those samples that are this rank's.
+    """
     device, last = training.world.device, False
     sums = torch.zeros(1 + len(SUMS) + 2 * block_size, dtype=torch.float64)
+    checksums = torch.zeros(len(rows), dtype=torch.int64)
     while not last:
         batch = next(batches)
         watch.mark("fetch")
@@ -196,5 +205,7 @@ def _accumulate(training: Run, batches: Iterator[Batch], block_size: int, watch:
         part.objective.backward()
         watch.mark("backward")
         sums += torch.cat((part.objective.detach().double().cpu()[None], part.counts, part.per_slot.flatten()))
+        for document in batch.documents:
+            checksums[torch.from_numpy(rows == document.sample.row)] = document.checksum
         last = batch.last
-    return sums
+    return sums, checksums
