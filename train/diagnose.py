@@ -168,7 +168,7 @@ def _readings(config: Config, draft: Draft, frozen: FrozenVerifier, verifier: HF
         detail = f"{best[2]}: {best[0]:+.3f} nats a slot (error {best[1]:.3f})"
         if name == "taps" and config.draft.taps != spec.taps:
             wins, detail = True, f"{spec.taps} in the draft, {config.draft.taps} in the recipe; {detail}"
-        if name == "mask token" and used:
+        if name == "mask token" and used > len(texts) / 10:
             wins, detail = True, f"token {spec.mask_token_id} occurs in {used} of {len(texts)} texts; {detail}"
         yield name, "fault" if wins else "fine", detail
 
