@@ -57,13 +57,19 @@ class Rollout(Section):
 class Extract(Section):
     """One extractor: the engine that runs the verifier and publishes its states."""
 
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "vllm"] = "transformers"
     host: str = "127.0.0.1"
     threads: Positive = 1
     max_model_len: Positive = 8193  # a sample of `data.length` tokens and the one token that engines insist on generating
     batch_size: Positive = 32  # rows decoded together
     batch_tokens: Positive = 2048  # prefilled together
     drain_s: Annotated[float, Field(ge=0)] = 30.0
+    # Of the vllm engine only.
+    tensor_parallel: Positive = 1
+    nodes: Positive = 1  # that one extractor spans
+    writers: Positive = 1  # threads of each rank that put states
+    flags: dict[str, bool | int | float | str | dict | list] = {}  # of `vllm serve`, e.g. {enforce-eager: true, load-format: auto}
+    environment: dict[str, str] = {}  # of the engine's processes
 
 
 class Store(Section):

@@ -1,0 +1,207 @@
+"""vLLM as the extractor's engine: its own command line and server, run in this process, with the settings that states need.
+
+vLLM is asked for one thing that it knows (`extract_hidden_states`) and given two classes that it loads by name:
+`extract.connector.StateConnector` in the engine and its ranks, `extract.middleware.Gate` around the HTTP server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import sys
+import uuid
+from typing import Any
+
+from configs.schema import Config, ConfigError
+from store.contract import StateContract
+from store.verifier import fingerprint, text_config
+
+SUPPORTED = "0.32."  # the connector's interface calls itself experimental: another release has to be tried first
+SHUTDOWN_S = 10  # the middleware has drained by then; this is for the engine's own tidying
+
+# Flags of vLLM that a recipe cannot pass, and what sets them instead.
+OURS = {
+    "model": "verifier.path",
+    "dtype": "verifier.dtype",
+    "trust-remote-code": "verifier.trust_remote_code",
+    "host": "extract.host",
+    "port": "free, and registered in run_dir/extractors",
+    "max-model-len": "extract.max_model_len",
+    "max-num-seqs": "extract.batch_size",
+    "max-num-batched-tokens": "extract.batch_tokens",
+    "tensor-parallel-size": "extract.tensor_parallel",
+    "nnodes": "extract.nodes",
+    "node-rank": "the command line of extract.serve",
+    "master-addr": "the command line of extract.serve",
+    "master-port": "the command line of extract.serve",
+    "headless": "the command line of extract.serve",
+    "shutdown-timeout": "extract.drain_s",
+    "speculative-config": "draft.taps",
+    "kv-transfer-config": "the connector is ours",
+    "middleware": "the middleware is ours",
+    "enable-prefix-caching": "always off: a cached prefix has no states",
+    "enable-chunked-prefill": "always off: it changes states",
+    "pipeline-parallel-size": "always 1: taps would be on several ranks",
+    "data-parallel-size": "always 1: start more extractors instead",
+    "decode-context-parallel-size": "always 1: each rank must hold all states",
+    "api-server-count": "always 1: verdicts go to one",
+}
+
+
+def run(config: Config, node_rank: int = 0, master_addr: str = "127.0.0.1", master_port: int = 29501) -> int:
+    """Serve until SIGTERM (after draining) or the engine's death; returns the exit status.
+
+    Raises ConfigError: settings that cannot work, or no vLLM of the supported version.
+    """
+    flags = command_line(config, node_rank, master_addr, master_port)
+    _require_vllm()
+    # Threads are counted, not pinned: servers of one machine would all be pinned to the same cores.
+    defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.extract.threads), "VLLM_NO_USAGE_STATS": "1"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    os.environ |= config.extract.environment
+
+    # `vllm serve` itself cannot be called: it asks for the distribution `vllm`, whose CPU build is called vllm-cpu.
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    print("vllm serve", *flags, file=sys.stderr, flush=True)
+    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(flags)
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    if node_rank:
+        from vllm.entrypoints.cli.serve import run_headless
+
+        args.api_server_count = 0
+        run_headless(args)
+    else:
+        import uvloop
+        from vllm.entrypoints.launchers.api_server.entry import run_server
+
+        with contextlib.suppress(KeyboardInterrupt):  # how vLLM takes a SIGTERM while it loads
+            uvloop.run(run_server(args))
+    return 0
+
+
+def command_line(config: Config, node_rank: int, master_addr: str, master_port: int) -> list[str]:
+    """The arguments of `vllm serve`. Raises ConfigError naming the key that is in the way."""
+    extract, verifier = config.extract, config.verifier
+    if extract.batch_tokens < extract.max_model_len:
+        raise ConfigError(
+            f"extract.batch_tokens: {extract.batch_tokens} must be at least extract.max_model_len ({extract.max_model_len}): "
+            "a prompt is prefilled whole"
+        )
+    layers = text_config(verifier.path)["num_hidden_layers"]
+    if wrong := [tap for tap in config.draft.taps if tap >= layers]:
+        raise ConfigError(f"draft.taps: {wrong} (the verifier has {layers} layers; its last state is always taken, apart from the taps)")
+    ours: dict[str, Any] = {
+        "model": verifier.path,
+        "dtype": verifier.dtype,
+        "trust-remote-code": verifier.trust_remote_code,
+        "host": extract.host,
+        "port": 0,
+        "max-model-len": extract.max_model_len,
+        "max-num-seqs": extract.batch_size,
+        "max-num-batched-tokens": extract.batch_tokens,
+        "enable-prefix-caching": False,
+        "enable-chunked-prefill": False,
+        "tensor-parallel-size": extract.tensor_parallel,
+        "shutdown-timeout": SHUTDOWN_S,
+        "disable-uvicorn-access-log": True,
+        "speculative-config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [*config.draft.taps, layers]}},
+        },
+        "kv-transfer-config": {
+            "kv_connector": "StateConnector",
+            "kv_connector_module_path": "extract.connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "config": config.model_dump(mode="json"),
+                "fingerprint": fingerprint(verifier.path),
+                "verdicts": f"verdicts-{uuid.uuid4().hex}",
+            },
+        },
+        "middleware": "extract.middleware.Gate",
+    }
+    if extract.nodes > 1:
+        ours |= {"nnodes": extract.nodes, "node-rank": node_rank, "master-addr": master_addr, "master-port": master_port}
+        ours |= {"headless": True} if node_rank else {}
+    flags = {name.replace("_", "-"): value for name, value in extract.flags.items()}
+    for name in flags:
+        if reason := OURS.get(name.removeprefix("no-")):
+            raise ConfigError(f"extract.flags.{name}: not a flag for a recipe ({reason})")
+    return [text for name, value in (flags | ours).items() for text in _flag(name, value)]
+
+
+def state_contract(vllm_config) -> StateContract:
+    """What the states of a running engine are, by the engine's own configuration. Raises ValueError where they are unusable."""
+    _refuse(vllm_config)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return StateContract(
+        verifier=vllm_config.kv_transfer_config.kv_connector_extra_config["fingerprint"],
+        taps=tuple(_layer_ids(vllm_config)[:-1]),
+        last="pre_norm",
+        residual="stream",
+        dtype=str(model.dtype).removeprefix("torch."),
+        codec="raw",
+        engine={
+            "name": "vllm",
+            "version": _version(),
+            "kv_dtype": cache.cache_dtype,
+            "quantization": model.quantization or "none",
+            "prefix_caching": cache.enable_prefix_caching,
+            "chunked_prefill": vllm_config.scheduler_config.enable_chunked_prefill,
+        },
+    )
+
+
+def _refuse(vllm_config) -> None:
+    """Flags are refused by name; this is about what the engine made of them and of its own defaults."""
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    layers = vllm_config.model_config.get_total_num_hidden_layers()
+    wrong = {
+        "prefix caching is on": vllm_config.cache_config.enable_prefix_caching,
+        "chunked prefill is on": scheduler.enable_chunked_prefill,
+        "a prompt does not fit in one step": scheduler.max_num_batched_tokens < vllm_config.model_config.max_model_len - 1,
+        "ranks do not all hold all tokens": parallel.world_size != parallel.tensor_parallel_size * parallel.data_parallel_size
+        or parallel.data_parallel_size != 1
+        or parallel.decode_context_parallel_size != 1,
+        f"the last state is not that of layer {layers}": _layer_ids(vllm_config)[-1] != layers,
+    }
+    if found := [problem for problem, holds in wrong.items() if holds]:
+        raise ValueError(f"this vLLM cannot extract states: {', '.join(found)}")
+
+
+def _layer_ids(vllm_config) -> list[int]:
+    """Aux ids as the engine's own configuration has them: the taps and the last layer."""
+    return list(vllm_config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
+
+
+def _require_vllm() -> None:
+    if not (version := _version()).startswith(SUPPORTED):
+        raise ConfigError(
+            f"extract.engine: vllm needs vllm {SUPPORTED}* (or vllm-cpu on a machine without a GPU), found {version or 'none'}"
+        )
+
+
+def _version() -> str:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    """A flag as argparse wants it: true and false as --name and --no-name, mappings and lists as JSON."""
+    if isinstance(value, bool):
+        return [f"--{name}"] if value else [f"--no-{name}"]
+    return [f"--{name}", json.dumps(value) if isinstance(value, dict | list) else str(value)]

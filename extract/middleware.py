@@ -1,0 +1,241 @@
+"""The door of vLLM's HTTP server (`--middleware extract.middleware.Gate`): 200 means readable.
+
+vLLM answers a request before its ranks have put the states. So the answer to a request that names a sample is held here until
+the connector's verdict. Also here: reasons for prompts that cannot be served, 503 while draining, `/contract`, and the
+registration in the run's folder. Everything else is vLLM's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+
+from configs.schema import Config
+from extract.engine_vllm import state_contract
+from extract.pool import ExtractionError
+from extract.protocol import refusal, register
+from store.objects import StoreError, open_store
+from store.sample import discard
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # how often a held answer looks whether the engine still lives
+VERDICT_BYTES = 1 << 16
+
+
+class Gate:
+    """ASGI middleware, the outermost. Its state is set up at the application's start, when the engine is up."""
+
+    def __init__(self, app):
+        self.app = app
+        self.waiting: dict[str, asyncio.Future[ExtractionError | None]] = {}  # sample -> its verdict: None for published
+        self.in_flight = 0
+        self.draining = False
+        self.tasks: set[asyncio.Task] = set()
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, self._at_startup(scope["app"].state, send))
+        elif scope["type"] == "http" and scope["path"] == "/contract":
+            await _respond(send, 200, self.contract.model_dump(mode="json"))
+        elif scope["type"] == "http" and scope["path"] == "/v1/completions" and scope["method"] == "POST":
+            await self._complete(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    # one request
+
+    async def _complete(self, scope, receive, send) -> None:
+        self.in_flight += 1
+        try:
+            if self.draining:
+                raise ExtractionError("draining", "this extractor is going away, ask another one")
+            body = await _read(receive)
+            if body is None:
+                return
+            sample = self._sample(body)
+            if sample is None:
+                await self.app(scope, _replay(body, receive), send)
+            else:
+                await self._hold(scope, receive, send, body, sample)
+        except ExtractionError as error:
+            await _respond(send, *refusal(error.cause, str(error)))
+        finally:
+            self.in_flight -= 1
+
+    def _sample(self, body: bytes) -> str | None:
+        """The sample that a request names, if any. Raises ExtractionError where the engine could not do what is asked."""
+        try:
+            ask = json.loads(body)
+            prompt, limit, sample = ask["prompt"], ask["max_tokens"], (ask.get("kv_transfer_params") or {}).get("sample")
+            valid = bool(prompt) and all(type(token) is int for token in prompt) and type(limit) is int
+        except (ValueError, KeyError, TypeError, AttributeError):
+            valid = False
+        if not valid:
+            raise ExtractionError("bad_request", "expected a JSON object with prompt: [token ids] and max_tokens: an integer")
+        if len(prompt) + limit > self.max_model_len:
+            tokens = f"{len(prompt)} tokens and {limit} to generate"
+            raise ExtractionError("too_long", f"{tokens}, extract.max_model_len is {self.max_model_len}")
+        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            raise ExtractionError("unknown_tokens", f"a token is outside 0..{self.vocab_size - 1}")
+        if sample is not None and not (isinstance(sample, str) and sample and ask.get("n", 1) == 1 and not ask.get("stream")):
+            raise ExtractionError("bad_request", "a sample is named by a string and has one answer (n) that is not a stream")
+        if sample in self.waiting:
+            raise ExtractionError("bad_request", f"{sample} is being made already: each attempt has a name of its own")
+        return sample
+
+    async def _hold(self, scope, receive, send, body: bytes, sample: str) -> None:
+        """Serve a request that names a sample; whoever asked and does not get the 200 leaves nothing in the store."""
+        verdict = self.waiting[sample] = asyncio.get_running_loop().create_future()
+        answer: list[dict] = []
+        delivered = False
+        try:
+            await self.app(scope, _replay(body, receive), _into(answer))
+            if not answer:
+                return  # the asker has gone, vLLM has aborted the request
+            if (status := answer[0]["status"]) != 200:
+                raise ExtractionError("engine", f"vLLM answers {status}: {_message(answer)}")
+            if await self._asker_waits(verdict, receive):
+                if failure := verdict.result():
+                    raise failure
+                for message in answer:
+                    await send(message)
+                delivered = True
+        finally:
+            del self.waiting[sample]
+            if not delivered and verdict.done() and verdict.result() is None:
+                self._discard(sample)
+
+    async def _asker_waits(self, verdict: asyncio.Future, receive) -> bool:
+        """Whether the asker is still there when the verdict is. Raises ExtractionError when the engine dies without one."""
+        gone = asyncio.ensure_future(receive())  # the body has been read: only a disconnect can come
+        try:
+            while not verdict.done() and not gone.done():
+                await asyncio.wait({verdict, gone}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if self.engine.errored and not verdict.done():
+                    raise ExtractionError("engine", "the engine has died")
+            return not gone.done()
+        finally:
+            gone.cancel()
+
+    def _take_verdicts(self) -> None:
+        while True:
+            try:
+                told = json.loads(self.verdicts.recv(VERDICT_BYTES))
+            except BlockingIOError:
+                return
+            sample, failure = told["sample"], ExtractionError(told["cause"], told["message"]) if "cause" in told else None
+            verdict = self.waiting.get(sample)
+            if verdict is not None and not verdict.done():
+                verdict.set_result(failure)
+            elif failure is None:
+                self._discard(sample)  # published, but its asker has gone
+
+    def _discard(self, sample: str) -> None:
+        async def remove() -> None:
+            try:
+                await asyncio.to_thread(discard, self.store, sample)
+            except StoreError as error:
+                log.warning("%s: nobody wants it, but it could not be removed (%s)", sample, error)
+
+        self._spawn(remove())
+
+    # the server's life
+
+    def _at_startup(self, state, send):
+        async def watching(message: dict) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                self._open(state)
+            await send(message)
+
+        return watching
+
+    def _open(self, state) -> None:
+        self.engine, vllm_config = state.engine_client, state.vllm_config
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.config = Config.model_validate(extra["config"])
+        self.contract = state_contract(vllm_config)
+        self.max_model_len, self.vocab_size = vllm_config.model_config.max_model_len, vllm_config.model_config.get_vocab_size()
+        self.store = open_store(self.config.store)
+        self.verdicts = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self.verdicts.bind("\0" + extra["verdicts"])
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.verdicts, self._take_verdicts)
+        loop.add_signal_handler(signal.SIGTERM, self._drain)  # in the place of vLLM's, which would stop at once
+        self.registration = None
+        self._spawn(self._register(state))
+
+    async def _register(self, state) -> None:
+        while not state.server.started:
+            await asyncio.sleep(0.05)
+        port = state.server.servers[0].sockets[0].getsockname()[1]
+        if not self.draining:
+            self.registration = register(self.config.run_dir, f"http://{self.config.extract.host}:{port}")
+
+    def _drain(self) -> None:
+        if not self.draining:
+            self.draining = True
+            if self.registration:
+                self.registration.unlink(missing_ok=True)
+            self._spawn(self._finish())
+
+    async def _finish(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.extract.drain_s
+        while self.in_flight and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*self.tasks - {asyncio.current_task()}, return_exceptions=True)
+        log.info("drained, %d requests are left", self.in_flight)
+        signal.raise_signal(signal.SIGINT)  # the other signal that vLLM shuts down on
+
+    def _spawn(self, coroutine) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self.tasks.add(task)  # the loop itself keeps no reference
+        task.add_done_callback(self.tasks.discard)
+
+
+async def _read(receive) -> bytes | None:
+    """The request's body; None: the asker has gone."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    return body
+
+
+def _replay(body: bytes, receive):
+    """`receive` for the application behind: the body once more, then what comes."""
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> dict:
+        return unread.pop() if unread else await receive()
+
+    return again
+
+
+def _into(answer: list[dict]):
+    async def collect(message: dict) -> None:
+        answer.append(message)
+
+    return collect
+
+
+def _message(answer: list[dict]) -> str:
+    """One line out of vLLM's own error."""
+    body = b"".join(message.get("body", b"") for message in answer[1:])
+    try:
+        return " ".join(json.loads(body)["error"]["message"].split())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return body.decode(errors="replace")[:200]
+
+
+async def _respond(send, status: int, content: dict) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
