@@ -114,7 +114,7 @@ class HFVerifier:
 
 
 class Slots(Cache):
-    """KV cache with one length per row: [rows, max_len, kv_heads, head_dim] per layer, allocated at the layer's first token.
+    """KV cache with one length per row: [rows, kv_heads, max_len, head_dim] per layer, allocated at the layer's first token.
 
     `lengths` [rows] (int64, CPU) may be set by the caller: what lies beyond a row's length is not seen and gets overwritten.
     """
@@ -137,31 +137,32 @@ class Slots(Cache):
         first = int(rows[0])
         together = torch.equal(rows, torch.arange(first, first + len(rows)))
         self._rows = slice(first, first + len(rows)) if together else rows.to(self.device)  # a slice is read without a copy
-        positions = positions.to(self.device)
-        self._index = (rows[:, None].to(self.device), positions)
-        distance = positions[:, None, :, None] - torch.arange(self._stop, device=self.device)
+        self._row_of, self._positions = rows[:, None].to(self.device), positions.to(self.device)
+        distance = self._positions[:, None, :, None] - torch.arange(self._stop, device=self.device)
         masks = {kind: (distance >= 0) & (distance < (window or self.max_len)) for kind, window in self._windows.items()}
-        return positions, masks if len(masks) > 1 else next(iter(masks.values()))
+        return self._positions, masks if len(masks) > 1 else next(iter(masks.values()))
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_args, **_kwargs) -> tuple[Tensor, Tensor]:
         """Write key and value [R, kv_heads, Q, D]; returns all of these rows' [R, kv_heads, K, D], views where rows are neighbours."""
         if layer not in self._cached:
-            shape = (len(self.lengths), self.max_len)  # zeros: unseen places must be finite, and their pages cost nothing yet
-            self._cached[layer] = tuple(new.new_zeros(*shape, new.shape[1], new.shape[3]) for new in (key, value))
+            # Zeros: places that are not seen must be finite, and cost no memory until they are written.
+            shapes = [(len(self.lengths), new.shape[1], self.max_len, new.shape[3]) for new in (key, value)]
+            self._cached[layer] = tuple(key.new_zeros(shape) for shape in shapes)
         for cached, new in zip(self._cached[layer], (key, value)):
-            cached[self._index] = new.transpose(1, 2)
-        return tuple(cached[self._rows, : self._stop].transpose(1, 2) for cached in self._cached[layer])
+            cached[self._row_of, :, self._positions] = new.transpose(1, 2)
+        return tuple(cached[self._rows, :, : self._stop] for cached in self._cached[layer])
 
     def copy_row(self, source: int, target: int) -> None:
         """Make `target` the same sequence as `source`; moving the last row into a hole keeps rows neighbours."""
+        length = int(self.lengths[source])
         for cached in self._tensors():
-            cached[target, : self._written] = cached[source, : self._written]
-        self.lengths[target] = self.lengths[source]
+            cached[target, :, :length] = cached[source, :, :length]
+        self.lengths[target] = length
 
     def clear_row(self, row: int) -> None:
         """Forget a row's values, needed only where they were not finite (hidden places still take part in sums, with weight 0)."""
         for cached in self._tensors():
-            cached[row, : self._written] = 0
+            cached[row, :, : self._written] = 0
         self.lengths[row] = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 
 from configs.schema import Config, config_argument, parse
-from slurm.supervise import Role, say, supervise
+from slurm.processes import Role, run_roles, say
 
 PROBE_S = 5.0  # an engine that needs longer for one token is not ready yet
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             _clear(registrations)  # an earlier launch that was killed may have left some
             roles = role_table(config, [args.config, *args.overrides], command)
             try:
-                return supervise(roles, config.run_dir / "logs", config.launch.ready_s, config.launch.grace_s, inherit=(lock,))
+                return run_roles(roles, config.run_dir / "logs", config.launch.ready_s, config.launch.grace_s, inherit=(lock,))
             finally:
                 _clear(registrations)
     except Refused as error:

@@ -51,12 +51,12 @@ time.sleep(300)
 LAUNCHER = """
 import json, os, sys
 from pathlib import Path
-from slurm.supervise import Role, supervise
+from slurm.processes import Role, run_roles
 def ready(file):
     return lambda: None if Path(file).exists() else f"{file} is missing"
 rows, logs, ready_s, grace_s = json.loads(sys.argv[1])
 roles = [Role(name, command, dict(os.environ), ready(file) if file else None, echo) for name, command, file, echo in rows]
-sys.exit(supervise(roles, Path(logs), ready_s, grace_s))
+sys.exit(run_roles(roles, Path(logs), ready_s, grace_s))
 """
 
 
@@ -196,11 +196,11 @@ def test_good_launch(tree, tmp_path):
 def test_first_dead_job_ends_the_launch_with_its_log(tree, tmp_path):
     for _ in range(2):  # the second launch must not show the first one's log
         status, _, err = end_of(
-            launcher(tree, tmp_path, service(tmp_path), job("echo earlier; for i in {1..50}; do echo line $i; done; exit 9"))
+            launcher(tree, tmp_path, service(tmp_path), job("echo earlier; for i in {1..90}; do echo line $i; done; exit 9"))
         )
         last = err[err.rindex("launch: job") :].splitlines()
         assert status == 9 and last[0] == f"launch: job ended with status 9; the end of {tmp_path}/logs/job.log:"
-        assert last[1:] == [f"  line {i}" for i in range(11, 51)]
+        assert last[1:] == [f"  line {i}" for i in range(11, 91)]
         assert (tmp_path / "server").read_text() == "stopped" and not tree.alive()
     assert (tmp_path / "logs/job.log").read_text().count("earlier\n") == 2  # evidence of the first is kept
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from slurm.role import adopt_orphans, die_with_parent, sweep
 
-TAIL_LINES = 40
-TAIL_BYTES = 16 << 10
+TAIL_LINES = 80  # torchrun ends with about 40 of its own
+TAIL_BYTES = 32 << 10
 STOP_SLACK_S = 5.0  # beyond the grace that each wrapper gives its command
 HANGUP = set() if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else {signal.SIGHUP}  # ignored: nohup
 STOP = {signal.SIGINT, signal.SIGTERM} | HANGUP
@@ -57,7 +57,7 @@ class Failed(Exception):
         super().__init__(f"{running.role.name} {reason}")
 
 
-def supervise(roles: Sequence[Role], logs: Path, ready_s: float, grace_s: float, inherit: Sequence[int] = ()) -> int:
+def run_roles(roles: Sequence[Role], logs: Path, ready_s: float, grace_s: float, inherit: Sequence[int] = ()) -> int:
     """Run all roles to the end of the jobs; returns the launcher's exit status: 0, or the first failed role's, or 128 + signal.
 
     Writes `logs/ROLE.log` (appended to, with one line at the start of each launch). When this returns no descendant of

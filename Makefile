@@ -1,0 +1,46 @@
+# `make demo` and `make test` do their own set-up (Debian or Ubuntu; elsewhere: Python 3.11 or newer with venv).
+
+PY := .venv/bin/python
+CONFIG := configs/smollm2_embedded.yaml
+RUN := runs/smollm2_embedded
+VERIFIER := verifiers/SmolLM2-135M-Instruct
+REQUIRE := 1.35
+
+# A `train.py` or a `configs/` in the working directory must not be taken for ours.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo   from prompts to a trained draft and its acceptance report, on two CPU cores ($(RUN)/report.md)"
+	@echo "make test   all tests"
+	@echo "make clean  remove the demo's run and the environment"
+
+demo: $(RUN)/data
+	$(PY) -m slurm.launch $(CONFIG)
+	$(PY) -m train.evaluate $(CONFIG) --require $(REQUIRE)
+
+# The verifier's answers, one launch for each file of prompts. Interrupted rollouts go on where they were.
+$(RUN)/data: | $(VERIFIER)/config.json
+	$(PY) -m slurm.launch $(CONFIG) -- python -m extract.rollout $(CONFIG) \
+	    --prompts configs/demo_prompts.jsonl --output $(RUN)/rollouts.jsonl
+	$(PY) -m slurm.launch $(CONFIG) -- python -m extract.rollout $(CONFIG) \
+	    --prompts configs/demo_held_out.jsonl --output $(RUN)/held_out_rollouts.jsonl
+	$(PY) extract/prepare_data.py $(CONFIG) --data $(RUN)/rollouts.jsonl --output $@
+
+$(VERIFIER)/config.json: | .venv/installed
+	$(PY) -m extract.smollm2 $(VERIFIER)
+
+test: lint
+	$(PY) -m pytest
+
+lint: .venv/installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+.venv/installed: pyproject.toml constraints.txt
+	.ci/setup
+	touch $@
+
+clean:
+	rm -rf $(RUN) .venv
