@@ -35,6 +35,7 @@ class Verifier(Section):
     path: str
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     trust_remote_code: bool = False
+    template: dict[str, bool | int | float | str] = {}  # switches of its chat template, e.g. {enable_thinking: false}
     margin: Annotated[float, Field(ge=0)] | None = None  # top-2 gap of logits under which argmax is rounding; null: 1e-3 fp32, 0.25 bf16
 
 
@@ -44,6 +45,10 @@ class Data(Section):
     path: Path
     length: Positive = 8192  # tokens a sample
     min_supervised: Positive = 16  # two blocks
+    turns: Literal["all", "last"] = "all"  # of the assistant's, that are supervised
+    cut: Literal["token", "turn"] = "token"  # where a row that is too long ends
+    validation: Fraction = 0.0  # of the prompts, held out by a hash of each
+    processes: Positive = 1  # that tokenise
 
 
 class Rollout(Section):
@@ -185,6 +190,7 @@ class Train(Section):
 class Evaluate(Section):
     """Acceptance: closed-loop decoding and its offline simulation on held-out rollouts."""
 
+    rollouts: Path | None = None  # of `extract.rollout`, on prompts that were not trained on
     max_tokens: Positive = 128
     batch_size: Positive = 32
     threads: Positive = 1

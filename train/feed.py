@@ -19,15 +19,15 @@ from datasets import Dataset
 from torch import Tensor
 
 from configs.schema import Config
-from extract.pool import ExtractionError, Pool
+from extract.pool import HOPELESS, ExtractionError, Pool
 from store.cache import DurableCache
 from store.contract import StateContract
-from store.objects import StoreError, open_store
+from store.objects import Full, StoreError, open_store
 from store.sample import discard, fetch
 from train.batch import Batch, Sample, block_size_at, lay_out, pack, place, total_steps
 
-HOPELESS = {"too_long", "unknown_tokens"}  # causes that no other attempt can cure
 OF_THE_SAMPLE = HOPELESS | {"non_finite"}  # causes that cost the sample and not the run
+MANIFEST_BYTES = 4096, 12  # of a sample, and of each of its token ids, at most
 
 
 class FeedError(RuntimeError):
@@ -126,9 +126,10 @@ class Feed:
         token_ids = sample.token_ids.tolist()
         if self.cache and self.cache.get_into(self.contract, token_ids, out):
             return True
+        size = out.nbytes + MANIFEST_BYTES[0] + MANIFEST_BYTES[1] * len(token_ids)
         for attempt in range(self.config.pool.attempts):
             name = f"{self.run}/{self.rank}/{sequence}/{attempt}"
-            self.gate.acquire(out.nbytes)
+            self.gate.acquire(size)
             try:
                 self.pool.make(name, token_ids)
                 fetch(self.store, name, self.contract, token_ids, out)
@@ -139,10 +140,9 @@ class Feed:
                 failure = None
             finally:
                 discard(self.store, name)
-                self.gate.release(out.nbytes)
+                self.gate.release(size)
             if failure is None:
-                if self.cache:
-                    self.cache.put(self.contract, token_ids, out)
+                self._keep(token_ids, out)
                 return True
             if failure.cause in HOPELESS:
                 break
@@ -151,3 +151,11 @@ class Feed:
             self.drops[failure.cause] += 1
             return False
         raise FeedError(f"sample {sample.row}: {self.config.pool.attempts} attempts failed, the last one: {failure.cause}: {failure}")
+
+    def _keep(self, token_ids: list[int], states: Tensor) -> None:
+        """Put fetched states into the durable cache; one that cannot hold them costs a prefill later and nothing now."""
+        if self.cache:
+            try:
+                self.cache.put(self.contract, token_ids, states)
+            except Full:
+                self.retries["cache_full"] += 1
