@@ -10,11 +10,13 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import socket
 import sys
 import uuid
 from typing import Any
 
 from configs.schema import Config, ConfigError
+from extract import k3_capture
 from store.contract import StateContract
 from store.verifier import fingerprint, text_config
 
@@ -59,9 +61,13 @@ def run(config: Config, node_rank: int = 0, master_addr: str = "127.0.0.1", mast
     _require_vllm()
     # Threads are counted, not pinned: servers of one machine would all be pinned to the same cores.
     defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.extract.threads), "VLLM_NO_USAGE_STATS": "1"}
+    if config.extract.nodes > 1:
+        defaults |= _interface(master_addr, master_port)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     os.environ |= config.extract.environment
+    if text_config(config.verifier.path).get("attn_res_block_size"):
+        _use_plugin()
 
     # `vllm serve` itself cannot be called: it asks for the distribution `vllm`, whose CPU build is called vllm-cpu.
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -148,7 +154,7 @@ def state_contract(vllm_config) -> StateContract:
         verifier=vllm_config.kv_transfer_config.kv_connector_extra_config["fingerprint"],
         taps=tuple(_layer_ids(vllm_config)[:-1]),
         last="pre_norm",
-        residual="stream",
+        residual="prefix/stream" if getattr(model.hf_text_config, "attn_res_block_size", None) else "stream",
         dtype=str(model.dtype).removeprefix("torch."),
         codec="raw",
         engine={
@@ -184,11 +190,37 @@ def _layer_ids(vllm_config) -> list[int]:
     return list(vllm_config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids)
 
 
+def _interface(master_addr: str, master_port: int) -> dict[str, str]:
+    """This node's address and interface towards the head: ranks that choose by themselves may choose networks that do not meet."""
+    import psutil
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master_addr, master_port))  # sends nothing, but picks a route
+            address = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"--master-addr {master_addr}: no route to it ({error.strerror or error})") from None
+    names = [name for name, known in psutil.net_if_addrs().items() if address in (item.address for item in known)]
+    return {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": names[0], "NCCL_SOCKET_IFNAME": names[0]}
+
+
 def _require_vllm() -> None:
     if not (version := _version()).startswith(SUPPORTED):
         raise ConfigError(
             f"extract.engine: vllm needs vllm {SUPPORTED}* (or vllm-cpu on a machine without a GPU), found {version or 'none'}"
         )
+
+
+def _use_plugin() -> None:
+    """Switch on `extract.k3_capture` in every process of the engine, once it is sure that they will find it."""
+    found = importlib.metadata.entry_points(group="vllm.general_plugins", name=k3_capture.PLUGIN)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if not found or (allowed is not None and k3_capture.PLUGIN not in allowed.split(",")):
+        raise ConfigError(
+            f"verifier.path: its residual stream is in blocks, which needs vLLM's plugin {k3_capture.PLUGIN}: "
+            "install this package in the extractor's environment, and name the plugin in VLLM_PLUGINS if that is set"
+        )
+    os.environ[k3_capture.SWITCH] = "1"
 
 
 def _version() -> str:

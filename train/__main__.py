@@ -18,14 +18,14 @@ def main() -> None:
 
         print(describe(DraftContract.resolve(config)))
         return
+    from extract.obtain import NoStates
     from store.contract import ContractMismatch
     from store.verifier import VerifierError
-    from train.feed import FeedError
     from train.loop import train
 
     try:
         train(config)
-    except (ContractMismatch, FeedError, VerifierError, FileNotFoundError) as error:
+    except (ContractMismatch, NoStates, VerifierError, FileNotFoundError) as error:
         sys.exit(f"train: {error}")
 
 

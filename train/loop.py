@@ -11,12 +11,13 @@ from datasets import Dataset, load_from_disk
 from torch import Tensor
 
 from configs.schema import Config
+from extract.obtain import NoStates, StateSource
 from extract.pool import Pool
 from store.contract import Contract, ContractMismatch, DataContract
 from train import checkpoint
 from train.batch import Batch, block_size_at, place
 from train.draft import Draft, DraftContract, initialise
-from train.feed import Feed, FeedError
+from train.feed import Feed
 from train.handshake import handshake
 from train.log import Log, Stopwatch, summarise
 from train.optimizer import build_optimizers, set_learning_rate
@@ -44,7 +45,7 @@ class Run:
 def train(config: Config) -> None:
     """Train a draft as `config` says, or go on from the run's latest checkpoint; every rank of a torchrun world calls it.
 
-    Raises ContractMismatch (the engine, the data or the checkpoint are not what the recipe means) and FeedError.
+    Raises ContractMismatch (the engine, the data or the checkpoint are not what the recipe means) and NoStates.
     """
     with world() as ranks:
         torch.set_num_threads(config.train.threads)
@@ -52,11 +53,12 @@ def train(config: Config) -> None:
         dataset = load_from_disk(config.data.path).with_format("numpy")
         spec = DraftContract.resolve(config)
         frozen = FrozenVerifier.load(config.verifier.path, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32, ranks.device)
-        feed = Feed(dataset, config, spec.hidden_size, Pool(config), ranks.rank, ranks.size)
+        source = StateSource(config, Pool(config), ranks.rank, ranks.size, keep=config.store.keep)
+        feed = Feed(dataset, config, spec.hidden_size, source, ranks.rank, ranks.size)
         try:
-            feed.contract = _agree(config, ranks, feed, frozen, dataset)
+            source.contract = _agree(config, ranks, source, frozen, dataset)
             data = DataContract.model_validate_json((config.data.path / "data_contract.json").read_text())
-            contracts = {"draft": spec, "states": feed.contract, "data": data}
+            contracts = {"draft": spec, "states": source.contract, "data": data}
             draft = Draft(spec).to(ranks.device)
             training = Run(config, ranks, feed, draft, frozen, build_optimizers(draft, config.train), contracts)
             first = _start(training, dataset)
@@ -65,13 +67,13 @@ def train(config: Config) -> None:
             feed.close()
 
 
-def _agree(config: Config, ranks: World, feed: Feed, frozen: FrozenVerifier, dataset: Dataset):
+def _agree(config: Config, ranks: World, source: StateSource, frozen: FrozenVerifier, dataset: Dataset):
     """Rank 0 shakes hands with the engine; the others get the state contract, or the reason why there is none."""
     contract = refusal = None
     if ranks.rank == 0:
         prompts = (record["input_ids"][: max(1, int(record["loss_mask"].argmax()))].tolist() for record in dataset)
         try:
-            contract = handshake(config, feed.pool, feed.store, frozen, islice(prompts, 64))
+            contract = handshake(config, source.pool, source.store, frozen, islice(prompts, 64))
         except ContractMismatch as error:
             refusal = str(error)
     contract, refusal = ranks.object_from_rank_0((contract, refusal))
@@ -94,11 +96,11 @@ def _start(training: Run, dataset: Dataset) -> int:
 
 
 def _first_states(training: Run) -> Tensor:
-    """States [T, m + 1, H] of the first samples of the global order. Raises FeedError if none of them could be made."""
+    """States [T, m + 1, H] of the first samples of the global order. Raises NoStates if none of them could be made."""
     rows = place(0, len(training.feed.dataset), training.config).rows[:WARM_START_SAMPLES]
     parts = [states for row in rows if (states := training.feed.states(row)) is not None]
     if not parts:
-        raise FeedError(f"warm start: none of the samples {rows.tolist()} could be made: {dict(training.feed.drops)}")
+        raise NoStates(f"warm start: none of the samples {rows.tolist()} could be made: {dict(training.feed.source.drops)}")
     return torch.cat(parts)
 
 
@@ -128,7 +130,7 @@ def _steps(training: Run, first: int) -> None:
         done = step + 1
         if log:
             means = summarise(sums[1 : 1 + len(SUMS)], sums[1 + len(SUMS) :].view(2, -1), float(sums[0]))
-            trouble = {"drops": dict(training.feed.drops), "retries": dict(training.feed.retries)}
+            trouble = {"drops": dict(training.feed.source.drops), "retries": dict(training.feed.source.retries)}
             log.step({"step": done, **means, "lr": lr, "seconds": watch.seconds, **trouble})
         if ranks.rank == 0 and (done % config.train.checkpoint_every == 0 or done == total):
             checkpoint.save(config.run_dir / "checkpoints", done, training.draft, training.optimizers, training.contracts)

@@ -1,0 +1,110 @@
+"""States of token ids for one rank: out of the durable cache where they are there, else made by an extractor, fetched, checked
+and removed from the store.
+
+Flow control is local: a rank owns `store.bytes / world` of the store and never has more asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections import Counter
+
+from torch import Tensor
+
+from configs.schema import Config
+from extract.pool import HOPELESS, ExtractionError, Pool
+from store.cache import DurableCache
+from store.contract import StateContract
+from store.objects import Full, StoreError, open_store
+from store.sample import discard, fetch
+
+OF_THE_SAMPLE = HOPELESS | {"non_finite"}  # causes that cost the sample and not the run
+MANIFEST_BYTES = 4096, 12  # of a sample, and of each of its token ids, at most
+
+
+class NoStates(RuntimeError):
+    """States cannot be had any more; the message says why."""
+
+
+class StateSource:
+    """Any thread may call `obtain`. `contract` is set once the handshake has passed."""
+
+    contract: StateContract
+
+    def __init__(self, config: Config, pool: Pool, rank: int = 0, world: int = 1, keep: bool = False):
+        self.pool, self.rank, self.attempts = pool, rank, config.pool.attempts
+        self.store = open_store(config.store)
+        self.cache = DurableCache(config.store.cache_path, config.store.cache_bytes) if keep else None
+        self.gate = ByteGate(config.store.bytes // world)
+        self.run = uuid.uuid4().hex[:12]  # attempts of an earlier launch can never be mistaken for ours
+        self.drops: Counter[str] = Counter()
+        self.retries: Counter[str] = Counter()
+        self._sequence = itertools.count()
+
+    def obtain(self, token_ids: list[int], out: Tensor) -> bool:
+        """Fill `out` [T, m + 1, H] with the states of these tokens. False if they cannot be made (counted in `drops`).
+
+        Raises NoStates once `pool.attempts` attempts have failed for a reason that is not the sample's own.
+        """
+        if self.cache and self.cache.get_into(self.contract, token_ids, out):
+            return True
+        failure = self._make(token_ids, out)
+        if failure is None:
+            self._keep(token_ids, out)
+            return True
+        if failure.cause in OF_THE_SAMPLE:
+            self.drops[failure.cause] += 1
+            return False
+        raise NoStates(f"{self.attempts} attempts failed, the last one: {failure.cause}: {failure}")
+
+    def _make(self, token_ids: list[int], out: Tensor) -> ExtractionError | StoreError | None:
+        """The last attempt's failure, if all of them failed."""
+        size, sequence, failure = out.nbytes + MANIFEST_BYTES[0] + MANIFEST_BYTES[1] * len(token_ids), next(self._sequence), None
+        for attempt in range(self.attempts):
+            name = f"{self.run}/{self.rank}/{sequence}/{attempt}"
+            self.gate.acquire(size)
+            try:
+                self.pool.make(name, token_ids)
+                fetch(self.store, name, self.contract, token_ids, out)
+                return None
+            except (ExtractionError, StoreError) as error:
+                failure = error
+                self.retries[error.cause] += 1
+            finally:
+                discard(self.store, name)
+                self.gate.release(size)
+            if failure.cause in HOPELESS:
+                break
+            time.sleep(min(5.0, 0.1 * 2**attempt))
+        return failure
+
+    def _keep(self, token_ids: list[int], states: Tensor) -> None:
+        """Put fetched states into the durable cache; one that cannot hold them costs a prefill later and nothing now."""
+        if self.cache:
+            try:
+                self.cache.put(self.contract, token_ids, states)
+            except Full:
+                self.retries["cache_full"] += 1
+
+    def close(self) -> None:
+        self.store.close()
+
+
+class ByteGate:
+    """Keeps the bytes asked for and not yet removed within this rank's share of the store."""
+
+    def __init__(self, share: int):
+        self.share, self.used, self.changed = share, 0, threading.Condition()
+
+    def acquire(self, size: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.used + size <= self.share or self.used == 0)
+            self.used += size
+
+    def release(self, size: int) -> None:
+        with self.changed:
+            self.used -= size
+            self.changed.notify_all()
