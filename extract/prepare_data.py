@@ -1,126 +1,194 @@
 """Tokenises conversations and rollouts into the data set that training reads.
 
-`python extract/prepare_data.py CONFIG --data FILE… --output DIR`
-
-DIR is a data set of the `datasets` library with columns id, input_ids (int32) and loss_mask (uint8, 1: the verifier would
-generate, or did generate, this token). Its data contract lies beside it; dropped rows and their causes are in drops.jsonl.
+`python extract/prepare_data.py CONFIG --data FILE… [--output DIR]`. FILE is JSON lines, a JSON array, Parquet, a data set's folder
+or its hub id (`id:split`), each with a weight where wanted (`file.jsonl@0.5`). DIR is a data set of the `datasets` library with
+columns id, input_ids (int32) and loss_mask (uint8, 1: the verifier would generate, or did generate, this token); held-out
+prompts lie in DIR/validation and as rollouts in DIR/held_out.jsonl. A run that was killed goes on when it is started again; with
+`--shard i/n` machines share the work, and the same command without it then puts the parts together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import shutil
 import sys
-from collections import Counter
-from collections.abc import Iterator
+import time
+from itertools import chain
 from pathlib import Path
 
-import numpy as np
-from datasets import Dataset, Features, List, Value
+from rich.console import Console
 
 from configs.schema import Config, config_argument, parse
-from extract.conversations import Dropped, Rollout, read_row
-from extract.render import RenderError, load_tokenizer, stop_ids, template_hash, tokenizer_hash
-from extract.supervise import Supervisor
-from store.contract import DataContract
-from store.verifier import VerifierError, text_config
+from extract.conversations import Dropped
+from extract.merge import VALIDATION, merge
+from extract.parts import Maker, make_parts
+from extract.render import RenderError, template_hash, tokenizer_hash
+from extract.report import show, write_report
+from extract.rows import DataError, Source, chunks
+from store.contract import ContractMismatch, DataContract, require_same
+from store.verifier import VerifierError
 
-FEATURES = Features({"id": Value("string"), "input_ids": List(Value("int32")), "loss_mask": List(Value("uint8"))})
+CONTRACT = "data_contract.json"
+RECORD = "prepared.json"  # sources, and the files that this tool wrote: those alone it removes
+WORK = ".parts"
 
 
-def data_contract(config: Config, tokenizer) -> DataContract:
+def data_contract(config: Config, maker: Maker) -> DataContract:
     return DataContract(
-        tokenizer=tokenizer_hash(tokenizer),
-        template=template_hash(tokenizer),
+        tokenizer=tokenizer_hash(maker.tokenizer),
+        template=template_hash(maker.tokenizer),
         length=config.data.length,
         seed=config.seed,
-        filters={"min_supervised": config.data.min_supervised},
+        filters=config.data.model_dump(include={"min_supervised", "turns", "cut", "validation"}),
     )
 
 
-def tokenise(row: object, supervisor: Supervisor, config: Config, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """input_ids int32 [T] and loss_mask uint8 [T] of one row. Raises Dropped."""
-    item = read_row(row)
-    if isinstance(item, Rollout):
-        ids = np.array(item.prompt_ids + item.response_ids)
-        mask = np.repeat(np.array([0, 1], np.uint8), [len(item.prompt_ids), len(item.response_ids)])
-        if ids.max() >= vocab_size:
-            raise Dropped("bad_ids", f"token {ids.max()}, the verifier has {vocab_size}")
-    else:
-        text, spans = supervisor.spans(item)
-        encoding = supervisor.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        ids, mask = np.array(encoding.ids), supervisor.mask(text, spans, encoding)
-    ids, mask = ids[: config.data.length].astype(np.int32), mask[: config.data.length]
-    if mask.sum() < config.data.min_supervised:
-        raise Dropped("few_supervised", f"{mask.sum()} tokens, data.min_supervised is {config.data.min_supervised}")
-    return ids, mask
+def prepare(config: Config, sources: list[Source], output: Path, shard: tuple[int, int] = (0, 1), overwrite: bool = False) -> str:
+    """Make the data set `output`, or one shard of its parts; a line that says what became of the rows.
+
+    Raises DataError (unreadable data, a folder of something else, no row kept), ContractMismatch, RenderError, VerifierError.
+    """
+    maker = Maker(config)
+    contract = data_contract(config, maker)
+    record = {"sources": [[source.path, source.weight, source.nbytes] for source in sources]}
+    work = output / WORK
+    if overwrite:
+        _remove_own(output)
+    if not _begin(output, contract, record):
+        return "complete already; --overwrite makes it again"
+    progress = Progress(sources)
+    parts = make_parts(config, sources, work, shard, progress)
+    if shard[1] > 1:
+        return f"shard {shard[0]}/{shard[1]} is done; run without --shard when all are"
+    result = work / "result"
+    shutil.rmtree(result, ignore_errors=True)  # of a run that was killed here
+    result.mkdir()
+    progress.say(f"putting {len(parts):,} parts together")
+    summary = merge(parts, sources, config, maker.vocab_size, result)
+    line = write_report(summary, config.data, result)
+    _publish(result, output, contract, record)
+    if not len(summary.tokens):
+        raise DataError(f"no row was kept: {line}; see {output / 'drops.jsonl'}")
+    return line
 
 
-def read_lines(files: list[Path]) -> Iterator[tuple[str, object]]:
-    """(where, row) of every line; a line that is not JSON is a Dropped."""
-    for file in files:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    yield f"{file.name}:{number}", json.loads(line.decode())
-                except UnicodeDecodeError as error:
-                    yield f"{file.name}:{number}", Dropped("bad_utf8", str(error))
-                except (ValueError, RecursionError) as error:
-                    yield f"{file.name}:{number}", Dropped("bad_json", str(error))
+def _begin(output: Path, contract: DataContract, record: dict) -> bool:
+    """Make the work folder; False where the data set is complete. Another data set is refused, and so is a stranger's folder."""
+    for file in (output / CONTRACT, output / WORK / CONTRACT):
+        if file.exists():
+            there = DataContract.model_validate_json(file.read_text())
+            require_same(contract, there, f"{output} was made otherwise (--overwrite makes it again)")
+    if (output / CONTRACT).exists():
+        if json.loads((output / RECORD).read_text())["sources"] != record["sources"]:
+            raise DataError(f"{output} was made of other data (--overwrite makes it again)")
+        return False
+    if output.exists() and not (output / WORK / CONTRACT).exists() and (found := sorted(path.name for path in output.iterdir())):
+        raise DataError(f"{output} holds files that this tool did not write: {', '.join(found[:3])}")
+    (output / WORK).mkdir(parents=True, exist_ok=True)
+    _write(output / WORK / CONTRACT, contract.model_dump_json(indent=2))
+    return True
 
 
-def prepare(config: Config, files: list[Path], output: Path) -> Counter:
-    """Write the data set; the count of rows by what became of them ("kept" or a cause)."""
-    tokenizer = load_tokenizer(config.verifier)
-    supervisor = Supervisor(tokenizer, stop_ids(config.verifier, tokenizer))
-    vocab_size = text_config(config.verifier.path).get("vocab_size", len(tokenizer))
-    counts, rows, drops = Counter(), [], []
-    for where, row in read_lines(files):
-        try:
-            if isinstance(row, Dropped):
-                raise row
-            ids, mask = tokenise(row, supervisor, config, vocab_size)
-        except Dropped as drop:
-            counts[drop.cause] += 1
-            drops.append({"row": where, "cause": drop.cause, "detail": drop.detail})
-            continue
-        counts["kept"] += 1
-        rows.append({"id": str(row.get("id", where)), "input_ids": ids, "loss_mask": mask})
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    if rows:
-        Dataset.from_list(rows, FEATURES).save_to_disk(partial)
-        (partial / "drops.jsonl").write_text("".join(json.dumps(drop) + "\n" for drop in drops))
-        (partial / "data_contract.json").write_text(data_contract(config, tokenizer).model_dump_json(indent=2))
-        partial.rename(output)
-    return counts
+def _publish(result: Path, output: Path, contract: DataContract, record: dict) -> None:
+    """Move the files into place, the contract last: with it the data set is complete."""
+    files = sorted((path for path in result.rglob("*") if path.is_file()), key=lambda path: (path.name == "state.json", path))
+    names = [str(path.relative_to(result)) for path in files]
+    _write(output / RECORD, json.dumps(record | {"files": [*names, RECORD, CONTRACT]}, indent=2))
+    for path, name in zip(files, names, strict=True):
+        (output / name).parent.mkdir(exist_ok=True)
+        os.replace(path, output / name)
+    if (output / "state.json").exists():
+        _write(output / CONTRACT, contract.model_dump_json(indent=2))
+        shutil.rmtree(output / WORK)
+
+
+def _remove_own(output: Path) -> None:
+    if (output / RECORD).exists():
+        for name in reversed(json.loads((output / RECORD).read_text())["files"]):  # the contract first
+            (output / name).unlink(missing_ok=True)
+        if (output / VALIDATION).is_dir() and not any((output / VALIDATION).iterdir()):
+            (output / VALIDATION).rmdir()
+    if (output / WORK / CONTRACT).exists():
+        shutil.rmtree(output / WORK)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+class Progress:
+    """One line on a terminal, a line now and then in a log: rows, rate, and the time left where the sizes of the data are known."""
+
+    def __init__(self, sources: list[Source]):
+        sizes = [source.nbytes for source in sources if not source.path.endswith((".parquet", ".gz", ".zst"))]
+        self.total = sum(sizes) if len(sizes) == len(sources) and None not in sizes else None
+        self.rows, self.bytes, self.started = 0, 0, time.monotonic()
+        self.every, self.end = (0.2, "\r") if sys.stderr.isatty() else (10.0, "\n")
+        self.next = self.started + self.every
+
+    def __call__(self, rows: int, nbytes: int) -> None:
+        self.rows, self.bytes, now = self.rows + rows, self.bytes + nbytes, time.monotonic()
+        if now < self.next:
+            return
+        self.next, seconds = now + self.every, now - self.started
+        left = f", {self.bytes / self.total:.0%}, {seconds * (self.total / self.bytes - 1):,.0f} s left" if self.total else ""
+        self.say(f"{self.rows:,} rows, {self.rows / seconds:,.0f} a second{left}", self.end)
+
+    def say(self, text: str, end: str = "\n") -> None:
+        print(f"{text:<79}", end=end, file=sys.stderr, flush=True)
+
+
+def print_rows(config: Config, sources: list[Source], number: int) -> None:
+    """Print the first rows that are kept, supervised tokens in colour; dropped ones with their cause."""
+    maker, console = Maker(config), Console(highlight=False, soft_wrap=True)
+    for chunk in chain.from_iterable(map(chunks, sources)):
+        for at, row in chunk.parse():
+            title = f"{chunk.source.name}:{at}"
+            try:
+                ids, mask, *_ = maker.row(row)
+            except Dropped as drop:
+                console.print(f"{title}: dropped, {drop}", style="yellow", markup=False)
+                continue
+            show(console, title, [maker.tokenizer.decode([token]) for token in ids], mask)
+            if not (number := number - 1):
+                return
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="prepare_data", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     config_argument(parser)
-    parser.add_argument("--data", nargs="+", type=Path, required=True, metavar="FILE", help="JSONL of conversations or rollouts")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--data", nargs="+", required=True, metavar="FILE[@WEIGHT]", help="conversations or rollouts")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: data.path of CONFIG")
+    parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="i/n", help="make this part of the parts only, i from 0")
+    parser.add_argument("--overwrite", action="store_true", help="remove what this tool wrote to DIR before")
+    parser.add_argument("--show", type=int, metavar="N", help="print N rows, supervised tokens in colour, and write nothing")
     args, config = parse(parser, argv)
-    if missing := [file for file in args.data if not file.is_file()]:
-        return _fail(f"--data {missing[0]}: no such file")
-    if args.output.exists():
-        return _fail(f"--output {args.output}: exists already")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    output = args.output or config.data.path
     try:
-        counts = prepare(config, args.data, args.output)
-    except (RenderError, VerifierError) as error:
-        return _fail(str(error))
-    print(f"{args.output}: " + ", ".join(f"{count} {what}" for what, count in counts.most_common()))
-    return 0 if counts["kept"] else _fail("no row was kept")
+        sources = [Source.parse(text) for text in args.data]
+        if args.show:
+            print_rows(config, sources, args.show)
+        else:
+            print(f"{output}: {prepare(config, sources, output, args.shard, args.overwrite)}")
+    except (DataError, ContractMismatch, RenderError, VerifierError) as error:
+        print(f"prepare_data: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("prepare_data: stopped; run again to go on", file=sys.stderr)
+        return 130
+    return 0
 
 
-def _fail(message: str) -> int:
-    print(f"prepare_data: {message}", file=sys.stderr)
-    return 1
+def _shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not i/n with i from 0 to n-1, e.g. 0/4")
+    return int(match[1]), int(match[2])
 
 
 if __name__ == "__main__":

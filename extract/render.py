@@ -19,7 +19,7 @@ class RenderError(ValueError):
 
 
 def load_tokenizer(verifier: Verifier) -> PreTrainedTokenizerBase:
-    """The verifier's tokenizer. Raises RenderError: none there, or it has no chat template."""
+    """The verifier's tokenizer, the switches of its chat template set. Raises RenderError: none there, or it has no chat template."""
     find_file(verifier.path, "tokenizer_config.json")  # tells a missing folder from an unreachable hub
     try:
         tokenizer = AutoTokenizer.from_pretrained(verifier.path, trust_remote_code=verifier.trust_remote_code)
@@ -27,6 +27,11 @@ def load_tokenizer(verifier: Verifier) -> PreTrainedTokenizerBase:
         raise RenderError(f"{verifier.path}: tokenizer cannot be loaded ({_one_line(error)})") from None
     if not tokenizer.chat_template:
         raise RenderError(f"{verifier.path}: the tokenizer has no chat template")
+    switches = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in verifier.template.items())
+    named = isinstance(tokenizer.chat_template, dict)  # a template for tools beside the default, say
+    templates = tokenizer.chat_template if named else {"": tokenizer.chat_template}
+    templates = {name: switches + template for name, template in templates.items()}
+    tokenizer.chat_template = templates if named else templates[""]
     return tokenizer
 
 

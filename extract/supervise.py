@@ -8,8 +8,9 @@ confirmed drops the row.
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,119 +20,179 @@ from extract.render import RenderError, generated_spans, marks_generation, rende
 
 EMPTY_THINK = re.compile(r"\s*(<think>)?\s*</think>\n*")  # the opening tag may stand in the prompt
 OPEN_THINK = re.compile(r"<think>\s*$")
+SHOWN_THINK = re.compile(r"\s*(<think>\s*(</think>\s*)?)?")
+PROBE = "\ue000"  # a private character: no answer begins with it
+HEADER = 64  # characters before a turn in which a special token is looked for
+NEAR = 8  # characters by which the end of a prompt is known again
 
 
-@dataclass
 class Supervisor:
-    """Renders conversations of one verifier and finds what it would generate.
+    """Turns conversations into token ids and loss masks by one verifier's tokenizer and template.
 
-    stop_ids: tokens that end its turn; turns: "all" of the assistant's turns or the "last".
+    stop_ids: tokens that end the verifier's turn; turns: supervise "all" of the assistant's turns or the "last".
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    stop_ids: frozenset[int]
-    turns: str = "all"
-    _tails: dict[str, list[int]] = field(default_factory=dict)  # ids of the texts right before a turn: few, and often asked for
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int], turns: str = "all"):
+        self.tokenizer, self.turns = tokenizer, turns
+        stops = tokenizer.convert_ids_to_tokens(sorted(stop_ids))
+        self._stop = _any_of(stops)
+        self._special = _any_of([*stops, *map(str, tokenizer.added_tokens_decoder.values())])
+        self._marked = marks_generation(tokenizer)
+        self._asks = "add_generation_prompt" in str(tokenizer.chat_template)
+        self._header = "" if self._asks else self._added_header()
+        self._tails: dict[str, list[int]] = {}  # ids of what stands right before a turn: few texts, asked for often
 
-    def __post_init__(self):
-        stops = self.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids))
-        self._stop = re.compile("|".join(map(re.escape, stops)) or r"(?!)")
-        self._marked = marks_generation(self.tokenizer)
+    def tokenise(self, conversation: Conversation, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids int32 [T] of the rendered conversation and mask uint8 [T], 1 where the verifier would generate the token.
 
-    def spans(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered text and the character ranges that the verifier would generate. Raises Dropped."""
-        for message in conversation.messages:
+        Turns that begin after `length` tokens are not looked at. Raises Dropped.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        for message in messages:
             if message["role"] == "assistant" and self._stop.search(_strings(message)):
                 raise Dropped("stop_in_text", "an answer contains an end-of-turn token as text")
         try:
-            text = render(self.tokenizer, conversation.messages, conversation.tools)
-            found = self._from_marks(text, conversation) if self._marked else self._from_prompts(text, conversation)
+            try:
+                text = render(self.tokenizer, messages, tools)
+            except RenderError:
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                messages = _arguments_as_text(messages)  # as some templates want them
+                text = render(self.tokenizer, messages, tools)
+            text.encode()
+            if not self.tokenizer.is_fast:
+                return self._by_pieces(text, self._spans(text, messages, tools, len(text)))
+            encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+            limit = encoding.token_to_chars(length)[0] if len(encoding) > length else len(text)
+            return self._by_offsets(text, self._spans(text, messages, tools, limit), encoding)
         except RenderError as error:
             raise Dropped("template_rejects", str(error)) from None
-        try:
-            text.encode()
         except UnicodeEncodeError:
             raise Dropped("bad_utf8", "a lone surrogate") from None
-        return text, found
 
-    def _from_marks(self, text: str, conversation: Conversation) -> list[tuple[int, int]]:
-        spans = []
-        for start, stop in generated_spans(self.tokenizer, conversation.messages, conversation.tools):
-            start, stop, end = self._borders(text, start, stop)
-            if start < stop:
-                spans.append((start, end))
-        return spans[-1:] if self.turns == "last" else spans
-
-    def _from_prompts(self, text: str, conversation: Conversation) -> list[tuple[int, int]]:
-        messages, tools = conversation.messages, conversation.tools
+    def _spans(self, text: str, messages: list[dict], tools: list[dict] | None, limit: int) -> list[tuple[int, int]]:
+        """Character ranges of the turns that begin before `limit`."""
+        if self._marked:
+            borders = [self._borders(text, *span) for span in generated_spans(self.tokenizer, messages, tools)]
+            spans = [(begin, end) for begin, stop, end in borders if begin < stop]
+            return spans if self.turns == "all" else spans[-1:]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         spans = []
-        before = None  # the turn before: the rendering that ends with it, and where it ends in `text`
-        for index in answers[-1:] if self.turns == "last" else answers:
+        for index in answers if self.turns == "all" else answers[-1:]:
             prompt = render(self.tokenizer, messages[:index], tools, prompt=True)
-            whole = render(self.tokenizer, messages[: index + 1], tools)
-            begin, alone = _begin(text, prompt, before), _begin(whole, prompt, None)
-            if begin is None or alone is None:
-                raise Dropped("unproven", f"the template renders what precedes turn {index + 1} in two ways")
-            start, stop, end = self._borders(text, begin, len(text))
-            alone, alone_stop, _ = self._borders(whole, alone, len(whole))
-            if not whole[alone:alone_stop].endswith(text[start:stop]):
-                raise Dropped("unproven", f"turn {index + 1} does not end where its end-of-turn token stands")
-            before = whole[:alone_stop], stop
-            if start < stop:  # else the template has dropped all of it, as some do with earlier turns' reasoning
-                spans.append((start, end))
+            begin = self._begin(text, messages, index, tools, prompt)
+            if begin >= limit:
+                break
+            begin, stop, end = self._borders(text, begin, len(text.rstrip()))
+            if index + 1 < len(messages):  # the last turn ends where the text does
+                alone = render(self.tokenizer, messages[: index + 1], tools)
+                start = self._begin(alone, messages[: index + 1], index, tools, prompt)
+                start, alone_stop, _ = self._borders(alone, start, len(alone.rstrip()))
+                if not alone[start:alone_stop].endswith(text[begin:stop]):
+                    raise Dropped("unproven", f"message {index + 1} has no end of turn of its own")
+            if begin < stop:  # else the template has dropped all of it, as some do with earlier turns' reasoning
+                spans.append((begin, end))
         return spans
 
-    def _borders(self, text: str, start: int, limit: int) -> tuple[int, int, int]:
-        """Of a turn that begins at `start`: where its own text begins and ends, and where its end-of-turn token ends."""
-        found = self._stop.search(text, start)
-        stop, end = found.span() if found and found.start() <= limit else (limit, limit)
-        if empty := EMPTY_THINK.match(text, start, stop):
-            start = empty.end()
-        return start, stop, end
+    def _begin(self, text: str, messages: list[dict], index: int, tools: list[dict] | None, prompt: str) -> int:
+        """Where in `text`, the rendering of `messages`, the turn `index` begins, which `prompt` asks for. Raises Dropped.
 
-    def mask(self, text: str, spans: list[tuple[int, int]], encoding) -> np.ndarray:
-        """uint8 [T]: 1 where a token of `encoding` (of the tokenizers library, for `text`) is generated. Raises Dropped."""
-        mask = np.zeros(len(encoding.ids), np.uint8)
-        for start, stop in spans:
-            first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
+        The prompt is what `text` begins with, except that a template may open a think block there which it does not show later.
+        Where it has rewritten what precedes the turn, another text put in the turn's place shows where the two part; right
+        before that stands what the prompt ends with.
+        """
+        openings = (prompt, OPEN_THINK.sub("", prompt)) if self._asks else (prompt + self._header,)
+        for opening in openings:
+            if text.startswith(opening):
+                return len(opening)
+        other = render(self.tokenizer, [*messages[:index], _probe(messages[index]), *messages[index + 1 :]], tools)
+        differ = next((at for at, (ours, theirs) in enumerate(zip(text, other)) if ours != theirs), len(text))
+        shown = other.find(PROBE, differ)
+        bare = render(self.tokenizer, messages[:index], tools)
+        for opening in openings:
+            last = (opening[len(bare) :] if opening.startswith(bare) else "") or opening[-NEAR:]
+            begin = text.rfind(last, 0, differ) + len(last)
+            calls = messages[index].get("tool_calls") and not self._stop.search(other, begin, shown)
+            if shown >= 0 and begin >= len(last) and (calls or SHOWN_THINK.fullmatch(other, begin, shown)):
+                return begin
+        raise Dropped("unproven", f"the template renders what precedes message {index + 1} in two ways")
+
+    def _added_header(self) -> str:
+        """What a template that has no generation prompt puts before every answer; blanks are the verifier's own."""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        try:
+            prompt, text = render(self.tokenizer, messages[:1]), render(self.tokenizer, messages)
+        except RenderError:
+            return ""
+        header = text[len(prompt) : text.find(PROBE)]
+        return header if text.startswith(prompt) and header.strip() else ""
+
+    def _borders(self, text: str, begin: int, limit: int) -> tuple[int, int, int]:
+        """Of a turn that begins at `begin`: where its own text begins and ends, and where its end-of-turn token ends."""
+        found = self._stop.search(text, begin)
+        stop, end = found.span() if found and found.start() <= limit else (limit, limit)
+        if empty := EMPTY_THINK.match(text, begin, stop):
+            begin = empty.end()
+        return begin, stop, end
+
+    def _by_offsets(self, text: str, spans: list[tuple[int, int]], encoding) -> tuple[np.ndarray, np.ndarray]:
+        """ids and mask from an encoding of the tokenizers library, which knows the characters of each token."""
+        ids = np.array(encoding.ids, np.int32)
+        mask = np.zeros(len(ids), np.uint8)
+        for begin, end in spans:
+            first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
             if first is None or last is None:
                 raise Dropped("unproven", "the tokenizer drops text at a turn's border")
-            while last + 1 < len(mask) and encoding.token_to_chars(last + 1)[0] < stop:  # bytes of one character
+            while last + 1 < len(ids) and encoding.token_to_chars(last + 1)[0] < end:  # bytes of one character
                 last += 1
-            split = encoding.token_to_chars(first)[0] != start or encoding.token_to_chars(last)[1] != stop
-            if split or (first and encoding.token_to_chars(first - 1)[1] > start) or not self._same_prompt(text, start, encoding, first):
+            split = encoding.token_to_chars(first)[0] != begin or encoding.token_to_chars(last)[1] != end
+            if split or not self._same_prompt(text[:begin], ids[:first]):
                 raise Dropped("unproven", "a token lies across a turn's border")
             mask[first : last + 1] = 1
-        return mask
+        return ids, mask
 
-    def _same_prompt(self, text: str, start: int, encoding, first: int) -> bool:
-        """Whether the prompt alone has the tokens that it has in the row: what follows it may merge with its last ones."""
-        special = max((found.end() for found in self._stop.finditer(text, max(0, start - 200), start)), default=None)
-        if special is None:
-            return True
-        tail = text[special:start]
-        if tail not in self._tails:
-            self._tails[tail] = self.tokenizer.encode(tail, add_special_tokens=False)
-        ids = self._tails[tail]
-        return encoding.ids[first - len(ids) : first] == ids
+    def _same_prompt(self, before: str, ids: np.ndarray) -> bool:
+        """Whether the prompt alone has the tokens that it has in the row: its last ones may merge with what follows."""
+        near = max(0, len(before) - HEADER)
+        special = max((near + found.start() for found in self._special.finditer(before[near:])), default=0)
+        tail = before[special:]
+        expected = self._tails.get(tail) or self.tokenizer.encode(tail, add_special_tokens=False)
+        if len(tail) <= HEADER:
+            self._tails[tail] = expected
+        return ids[len(ids) - len(expected) :].tolist() == expected
+
+    def _by_pieces(self, text: str, spans: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """ids and mask from a tokenizer that knows no characters: its pieces must be the whole."""
+        borders = [0, *(border for span in spans for border in span), len(text)]
+        pieces = [self.tokenizer.encode(text[a:b], add_special_tokens=False) for a, b in pairwise(borders)]
+        ids = np.array([token for piece in pieces for token in piece], np.int32)
+        if ids.tolist() != self.tokenizer.encode(text, add_special_tokens=False):
+            raise Dropped("unproven", "a token lies across a turn's border")
+        return ids, np.repeat(np.arange(len(pieces), dtype=np.uint8) % 2, [len(piece) for piece in pieces])
 
 
-def _begin(text: str, prompt: str, before: tuple[str, int] | None) -> int | None:
-    """Where in `text` the turn begins that `prompt` asks for; None: not to be said.
+def _probe(message: dict) -> dict:
+    """The same turn with a text that no verifier generates, in its content and the names of its tool calls."""
+    calls = [{**call, "function": {**call["function"], "name": PROBE}} for call in message.get("tool_calls", [])]
+    return {"role": "assistant", "content": PROBE} | ({"tool_calls": calls} if calls else {})
 
-    A template may open a think block in the prompt that earlier turns do not show, and rewrite the turns before this one: then
-    what lies between the end of the turn before and this one must be the same text in both.
-    """
-    for opened in (prompt, OPEN_THINK.sub("", prompt)):
-        if text.startswith(opened):
-            return len(opened)
-        if before and opened.startswith(before[0]) and text.startswith(between := opened[len(before[0]) :], before[1]):
-            return before[1] + len(between)
-    return None
+
+def _any_of(texts: list[str]) -> re.Pattern:
+    return re.compile("|".join(map(re.escape, sorted(set(texts), key=len, reverse=True))) or r"(?!)")
 
 
 def _strings(value: object) -> str:
     if isinstance(value, dict):
         value = [*value, *value.values()]
     return "\n".join(map(_strings, value)) if isinstance(value, list) else str(value)
+
+
+def _arguments_as_text(messages: list[dict]) -> list[dict]:
+    def as_text(call: dict) -> dict:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [
+        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]} if message.get("tool_calls") else message
+        for message in messages
+    ]
