@@ -19,24 +19,16 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, load_from_disk
-from pydantic import BaseModel
 
 from configs.schema import Config, config_argument, parse
+from extract.captured import RECORD, Captured
 from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
-from store.contract import ContractMismatch, StateContract, require_same
+from store.contract import ContractMismatch, require_same
 from store.objects import StoreError
 from store.verifier import VerifierError, text_config
 
-RECORD = "captured.json"
 GREEDY = 64  # tokens that a handshake wants
-
-
-class Captured(BaseModel):
-    """What lies in the cache for a data set. examples: (prompt, greedy response) as token ids, with states of both together."""
-
-    contract: StateContract
-    examples: list[tuple[list[int], list[int]]]
 
 
 def capture(config: Config, folder: Path, shard: int = 0, shards: int = 1) -> str:

@@ -51,35 +51,34 @@ class StateSource:
         """
         if self.cache and self.cache.get_into(self.contract, token_ids, out):
             return True
-        failure = self._make(token_ids, out)
-        if failure is None:
-            self._keep(token_ids, out)
-            return True
-        if failure.cause in OF_THE_SAMPLE:
-            self.drops[failure.cause] += 1
+        try:
+            self.make(token_ids, out)
+        except (ExtractionError, StoreError) as error:
+            if error.cause not in OF_THE_SAMPLE:
+                raise NoStates(f"{self.attempts} attempts failed, the last one: {error.cause}: {error}") from None
+            self.drops[error.cause] += 1
             return False
-        raise NoStates(f"{self.attempts} attempts failed, the last one: {failure.cause}: {failure}")
+        self._keep(token_ids, out)
+        return True
 
-    def _make(self, token_ids: list[int], out: Tensor) -> ExtractionError | StoreError | None:
-        """The last attempt's failure, if all of them failed."""
-        size, sequence, failure = out.nbytes + MANIFEST_BYTES[0] + MANIFEST_BYTES[1] * len(token_ids), next(self._sequence), None
+    def make(self, token_ids: list[int], out: Tensor) -> None:
+        """Have the states made now, whatever the cache holds. Raises the last attempt's ExtractionError or StoreError."""
+        size, sequence = out.nbytes + MANIFEST_BYTES[0] + MANIFEST_BYTES[1] * len(token_ids), next(self._sequence)
         for attempt in range(self.attempts):
             name = f"{self.run}/{self.rank}/{sequence}/{attempt}"
             self.gate.acquire(size)
             try:
                 self.pool.make(name, token_ids)
                 fetch(self.store, name, self.contract, token_ids, out)
-                return None
+                return
             except (ExtractionError, StoreError) as error:
-                failure = error
                 self.retries[error.cause] += 1
+                if error.cause in HOPELESS or attempt + 1 == self.attempts:
+                    raise
             finally:
                 discard(self.store, name)
                 self.gate.release(size)
-            if failure.cause in HOPELESS:
-                break
             time.sleep(min(5.0, 0.1 * 2**attempt))
-        return failure
 
     def _keep(self, token_ids: list[int], states: Tensor) -> None:
         """Put fetched states into the durable cache; one that cannot hold them costs a prefill later and nothing now."""

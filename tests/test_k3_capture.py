@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from block_bank import LAYERS, BlockBank
+from block_bank import HIDDEN, LAYERS, BlockBank
 
 from configs.schema import Config
 from extract.k3_capture import last_from_output
+from extract.obtain import StateSource
 from store.contract import ContractMismatch, StateContract
 from store.objects import open_store
 from store.sample import publish, put_slice
 from store.verifier import fingerprint
-from train.handshake import handshake
+from train.handshake import from_engine, handshake
 from train.verifier import FrozenVerifier
 
 TAPS = (1, 3, 4)
 
 
 class Engine:
-    """An extractor around a block bank, as a rank's pool sees it."""
+    """An extractor around a block bank: the pool that a rank sees."""
 
     def __init__(self, model: BlockBank, config: Config):
         self.model, self.store = model, open_store(config.store)
@@ -52,9 +53,11 @@ def config(tmp_path) -> Config:
 
 
 def shake(config: Config, model: BlockBank) -> StateContract:
-    engine = Engine(model, config)
+    source = StateSource(config, Engine(model, config))
+    source.contract = source.pool.contract()
     frozen = FrozenVerifier.load(config.verifier.path, torch.float32, torch.device("cpu"))
-    return handshake(config, engine, engine.store, frozen, [[5, 6, 7], [8, 9]])
+    handshake(config, source.contract, frozen, from_engine(source, [[5, 6, 7], [8, 9]], HIDDEN))
+    return source.contract
 
 
 def plugged() -> BlockBank:

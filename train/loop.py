@@ -11,14 +11,15 @@ from datasets import Dataset, load_from_disk
 from torch import Tensor
 
 from configs.schema import Config
+from extract.captured import RECORD, Captured
 from extract.obtain import NoStates, StateSource
-from extract.pool import Pool
-from store.contract import Contract, ContractMismatch, DataContract
+from extract.pool import ExtractionError, Pool
+from store.contract import Contract, ContractMismatch, DataContract, StateContract
 from train import checkpoint
 from train.batch import Batch, block_size_at, place
 from train.draft import Draft, DraftContract, initialise
 from train.feed import Feed
-from train.handshake import handshake
+from train.handshake import Example, from_cache, from_engine, handshake
 from train.log import Log, Stopwatch, summarise
 from train.optimizer import build_optimizers, set_learning_rate
 from train.step import SUMS, run
@@ -56,7 +57,7 @@ def train(config: Config) -> None:
         source = StateSource(config, Pool(config), ranks.rank, ranks.size, keep=config.store.keep)
         feed = Feed(dataset, config, spec.hidden_size, source, ranks.rank, ranks.size)
         try:
-            source.contract = _agree(config, ranks, source, frozen, dataset)
+            _agree(config, ranks, source, frozen, dataset)
             data = DataContract.model_validate_json((config.data.path / "data_contract.json").read_text())
             contracts = {"draft": spec, "states": source.contract, "data": data}
             draft = Draft(spec).to(ranks.device)
@@ -67,20 +68,36 @@ def train(config: Config) -> None:
             feed.close()
 
 
-def _agree(config: Config, ranks: World, source: StateSource, frozen: FrozenVerifier, dataset: Dataset):
-    """Rank 0 shakes hands with the engine; the others get the state contract, or the reason why there is none."""
+def _agree(config: Config, ranks: World, source: StateSource, frozen: FrozenVerifier, dataset: Dataset) -> None:
+    """Rank 0 shakes hands with the engine; all get its state contract, or the reason why there is none.
+
+    Without an extractor, the record of a data set that was captured stands for it.
+    """
     contract = refusal = None
     if ranks.rank == 0:
-        prompts = (record["input_ids"][: max(1, int(record["loss_mask"].argmax()))].tolist() for record in dataset)
         try:
-            contract = handshake(config, source.pool, source.store, frozen, islice(prompts, 64))
+            source.contract, examples = _examples(config, source, dataset, frozen.embedding.shape[1])
+            handshake(config, source.contract, frozen, examples)
+            contract = source.contract
         except ContractMismatch as error:
             refusal = str(error)
     contract, refusal = ranks.object_from_rank_0((contract, refusal))
     if refusal:
         raise ContractMismatch(f"handshake: {refusal}")
-    frozen.last = contract.last
-    return contract
+    source.contract, frozen.last = contract, contract.last
+
+
+def _examples(config: Config, source: StateSource, dataset: Dataset, hidden_size: int) -> tuple[StateContract, Iterator[Example]]:
+    captured = config.data.path / RECORD
+    try:
+        contract = source.pool.contract()
+    except ExtractionError:
+        if not (config.store.keep and captured.exists()):
+            raise
+        record = Captured.model_validate_json(captured.read_text())
+        return record.contract, from_cache(source, record, hidden_size)
+    prompts = (record["input_ids"][: max(1, int(record["loss_mask"].argmax()))].tolist() for record in dataset)
+    return contract, from_engine(source, islice(prompts, 64), hidden_size)
 
 
 def _start(training: Run, dataset: Dataset) -> int:

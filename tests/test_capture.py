@@ -1,0 +1,108 @@
+"""Standalone extraction: shards that share the work, captures that go on, and training on what was captured with no extractor."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from in_process import InProcessPool, save_data
+from tiny import write_recipe
+
+from configs.schema import Config, load
+from extract import capture
+from extract.captured import RECORD
+from extract.hf import HFVerifier
+from extract.obtain import NoStates
+from extract.pool import ExtractionError
+from store.cache import DurableCache
+from store.contract import ContractMismatch
+from train import loop
+
+ROWS = 6
+
+
+class NoExtractor:
+    def __init__(self, config: Config):
+        pass
+
+    def contract(self):
+        raise ExtractionError("no_extractor", "no extractor has registered")
+
+    def make(self, name: str, token_ids: list[int]) -> None:
+        self.contract()
+
+
+@pytest.fixture
+def config(tiny_verifier, tmp_path) -> Config:
+    overrides = {
+        "store": {"path": str(tmp_path / "store"), "bytes": 4_000_000, "keep": True, "cache_path": str(tmp_path / "cache")},
+        "train": {"epochs": 2, "global_batch": 2, "num_anchors": 6},
+        "pool": {"attempts": 1, "in_flight": 1},  # the pool in this process is for one thread
+    }
+    config = load(write_recipe(tmp_path, tiny_verifier("llama"), overrides))
+    save_data(config, HFVerifier(config.verifier.path, "float32", config.draft.taps), ROWS)
+    return config
+
+
+@pytest.fixture
+def pools(monkeypatch) -> list[InProcessPool]:
+    """Every pool that a capture makes."""
+    made: list[InProcessPool] = []
+    monkeypatch.setattr(capture, "Pool", lambda config: made.append(InProcessPool(config)) or made[-1])
+    return made
+
+
+def test_shards_share_the_rows_and_what_is_there_is_not_made_again(config, pools):
+    examples = 4  # answers of 24 tokens at most, of which a handshake wants 64: at least 3, and one more where they are short
+    assert capture.capture(config, config.data.path, 0, 2).startswith("3 rows captured; ")
+    assert ROWS // 2 + 3 <= pools[0].asked <= ROWS // 2 + examples
+    assert capture.capture(config, config.data.path, 1, 2).startswith("3 rows captured; ")
+    assert pools[1].asked == ROWS // 2
+    line = capture.capture(config, config.data.path)
+    assert line.startswith(f"0 rows captured, {ROWS} were there; 0.000 GB, 0 tokens")
+    assert pools[2].asked == 0 and pools[2].store.usage().keys == 0
+
+
+def test_training_on_a_capture_needs_no_extractor(config, pools, monkeypatch):
+    capture.capture(config, config.data.path)
+    monkeypatch.setattr(loop, "Pool", NoExtractor)
+    loop.train(config)
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * ROWS // 2 and all(line["loss"] > 0 for line in lines)
+
+
+def test_training_on_half_a_capture_says_that_an_extractor_is_missing(config, pools, monkeypatch):
+    capture.capture(config, config.data.path, 0, 2)
+    monkeypatch.setattr(loop, "Pool", NoExtractor)
+    with pytest.raises(NoStates, match="no_extractor"):
+        loop.train(config)
+
+
+def test_a_capture_of_a_wrong_last_layer_is_refused(config, monkeypatch):
+    monkeypatch.setattr(capture, "Pool", lambda config: InProcessPool(config, distort=lambda states: states.roll(1, 1)))
+    capture.capture(config, config.data.path)
+    monkeypatch.setattr(loop, "Pool", NoExtractor)
+    with pytest.raises(ContractMismatch, match="wrong last layer"):
+        loop.train(config)
+
+
+def test_another_engine_is_refused(config, pools):
+    capture.capture(config, config.data.path, 0, 2)
+    record = config.data.path / RECORD
+    record.write_text(record.read_text().replace('"transformers"', '"vllm"'))
+    with pytest.raises(ContractMismatch, match=r"engine\.name: transformers here, vllm there"):
+        capture.capture(config, config.data.path, 1, 2)
+
+
+def test_a_cache_that_is_too_small_is_refused_before_anything_is_made(config, pools):
+    small = config.model_copy(update={"store": config.store.model_copy(update={"cache_bytes": 10_000})})
+    with pytest.raises(ValueError, match=r"store\.cache_bytes: 10,000, but the states of \d+ tokens take"):
+        capture.capture(small, config.data.path)
+    assert pools[0].asked == 0 and DurableCache(config.store.cache_path, config.store.cache_bytes).usage().keys == 0
+
+
+@pytest.mark.parametrize("text", ["1", "2/2", "a/b", "-1/2"])
+def test_a_shard_that_is_none_is_refused(config, text, capsys):
+    with pytest.raises(SystemExit):
+        capture.main([str(config.run_dir.parent / "recipe.yaml"), f"--shard={text}"])
+    assert "expected i/n" in capsys.readouterr().err
