@@ -18,7 +18,7 @@ from configs.schema import Config
 from extract.pool import HOPELESS, ExtractionError, Pool
 from store.cache import DurableCache
 from store.contract import StateContract
-from store.objects import Full, StoreError, open_store
+from store.objects import Full, StoreError, open_store, run_prefix
 from store.sample import discard, fetch
 
 OF_THE_SAMPLE = HOPELESS | {"non_finite"}  # causes that cost the sample and not the run
@@ -39,7 +39,7 @@ class StateSource:
         self.store = open_store(config.store)
         self.cache = DurableCache(config.store.cache_path, config.store.cache_bytes) if keep else None
         self.gate = ByteGate(config.store.bytes // world)
-        self.run = uuid.uuid4().hex[:12]  # attempts of an earlier launch can never be mistaken for ours
+        self.run = run_prefix(config.run_dir) + uuid.uuid4().hex[:8]  # attempts of an earlier launch can never be mistaken for ours
         self.drops: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
         self._sequence = itertools.count()

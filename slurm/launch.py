@@ -22,6 +22,7 @@ import httpx
 
 from configs.schema import Config, config_argument, parse
 from slurm.processes import Role, run_roles, say
+from store.objects import StoreError, open_store, run_prefix
 
 PROBE_S = 5.0  # an engine that needs longer for one token is not ready yet
 
@@ -42,17 +43,19 @@ def main(argv: list[str] | None = None) -> int:
     )
     config_argument(parser)
     args, config = parse(parser, ours)
-    registrations = config.run_dir / "extractors"
     try:
         with exclusive(config.run_dir) as lock:
-            _clear(registrations)  # an earlier launch that was killed may have left some
+            _clear(config)  # an earlier launch that was killed may have left something
             roles = role_table(config, [args.config, *args.overrides], command)
             try:
                 return run_roles(roles, config.run_dir / "logs", config.launch.ready_s, config.launch.grace_s, inherit=(lock,))
             finally:
-                _clear(registrations)
+                _clear(config)
     except Refused as error:
         say(f"run_dir {config.run_dir}: {error}")
+        return 2
+    except StoreError as error:
+        say(f"store.path: {error}")
         return 2
 
 
@@ -122,9 +125,11 @@ def exclusive(run_dir: Path) -> Iterator[int]:
         yield lock.fileno()
 
 
-def _clear(registrations: Path) -> None:
-    for file in registrations.glob("*.json"):
+def _clear(config: Config) -> None:
+    """Remove what processes of this run, none of which lives, have left for others: registrations, states in the store."""
+    for file in (config.run_dir / "extractors").glob("*.json"):
         file.unlink(missing_ok=True)
+    open_store(config.store).remove_run(run_prefix(config.run_dir))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,13 @@ class Folder:
             files = self._files()
         return Usage(sum(not name.startswith("+") for _, name, _ in files), sum(size for *_, size in files), self.budget)
 
+    def clear(self, prefix: str) -> None:
+        """Remove all files whose names begin with `prefix`, and those whose writers have gone."""
+        with self.errors(prefix), self._locked():
+            for _, name, _ in self._files():
+                if name.startswith(prefix):
+                    (self.path / name).unlink(missing_ok=True)
+
     def _make_room(self, name: str, size: int, evict: str | None) -> None:
         files = sorted(self._files())
         free = self.budget - sum(used for *_, used in files)
@@ -145,6 +152,9 @@ class LocalStore:
         for name in names:
             with self._folder.errors(name):
                 (self._folder.path / _file_name(name)).unlink(missing_ok=True)
+
+    def remove_run(self, run: str) -> None:
+        self._folder.clear(_file_name(run))
 
     def usage(self) -> Usage:
         return self._folder.usage()

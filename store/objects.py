@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from configs.schema import Store
@@ -76,9 +78,17 @@ class ObjectStore(Protocol):
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects in the order given; missing ones are fine. Only an object's consumer removes it. Raises Gone."""
 
+    def remove_run(self, run: str) -> None:
+        """Remove all objects whose name begins with `run`: for who knows that none of its processes is left. Raises Gone."""
+
     def usage(self) -> Usage: ...
 
     def close(self) -> None: ...
+
+
+def run_prefix(run_dir: Path) -> str:
+    """What the names of all objects of a run begin with, whichever of its processes made them: of the run's folder."""
+    return hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12] + "-"
 
 
 def open_store(config: Store) -> ObjectStore:

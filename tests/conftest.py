@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from processes import Tree, wait_for
+from processes import Tree
 from tiny import save_tiny_verifier, start_extractor, stop_extractor, write_recipe
 
 
@@ -13,7 +13,7 @@ from tiny import save_tiny_verifier, start_extractor, stop_extractor, write_reci
 def tree():
     tree = Tree()
     yield tree
-    assert wait_for(lambda: not tree.alive(), seconds=5), tree.alive()
+    tree.assert_gone()
 
 
 @pytest.fixture(scope="session")

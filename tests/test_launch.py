@@ -9,13 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
+from processes import end_of, wait_for
 
-from slurm.launch import Refused, environment, exclusive, extractor_ready
+from slurm.launch import Refused, exclusive, extractor_ready
 
 # A process tree that does not go away by itself: it ignores SIGTERM, one child has a session of its own, one was forked twice.
 STUBBORN = """
@@ -58,57 +57,6 @@ rows, logs, ready_s, grace_s = json.loads(sys.argv[1])
 roles = [Role(name, command, dict(os.environ), ready(file) if file else None, echo) for name, command, file, echo in rows]
 sys.exit(run_roles(roles, Path(logs), ready_s, grace_s))
 """
-
-
-class Tree:
-    """Processes of one test, known by a variable in their environment that every descendant inherits."""
-
-    def __init__(self):
-        self.mark = f"LAUNCH_TEST={uuid.uuid4().hex}"
-        self.env = environment(1) | dict([self.mark.split("=")])
-
-    def python(self, *arguments: str | Path) -> subprocess.Popen:
-        command = [sys.executable, *map(str, arguments)]
-        return subprocess.Popen(command, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    def role(self, *command: str | Path, grace: float = 10) -> subprocess.Popen:
-        return self.python("-m", "slurm.role", "--grace", str(grace), "--", *command)
-
-    def alive(self) -> dict[int, str]:
-        """Command line of each process of this test that is no zombie."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark.encode() in (folder / "environ").read_bytes() and ") Z" not in (folder / "stat").read_text():
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ").strip()
-            except (FileNotFoundError, ProcessLookupError, PermissionError):  # ended meanwhile, or not ours
-                continue
-        return found
-
-    def pid(self, end: str, wrapper: bool = False) -> int:
-        """The process whose command line ends like this, or the wrapper of that; waits until there is one."""
-        return wait_for(lambda: [pid for pid, line in self.alive().items() if line.endswith(end) and ("slurm.role" in line) == wrapper])[0]
-
-
-@pytest.fixture
-def tree():
-    tree = Tree()
-    yield tree
-    assert wait_for(lambda: not tree.alive(), seconds=5), tree.alive()
-
-
-def wait_for(what, seconds: float = 20):
-    end = time.monotonic() + seconds
-    while not (answer := what()):
-        if time.monotonic() > end:
-            pytest.fail("waited in vain")
-        time.sleep(0.02)
-    return answer
-
-
-def end_of(process: subprocess.Popen, seconds: float = 20) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=seconds)
-    return process.returncode, out, err
 
 
 # ---- one role
@@ -155,7 +103,7 @@ def test_command_dies_with_its_wrapper(tree):
     tree.pid("sleep 301")
     role.kill()
     role.communicate()
-    wait_for(lambda: not tree.alive(), seconds=5)
+    tree.assert_gone(seconds=5)
 
 
 def test_role_ends_when_its_parent_is_killed(tree, tmp_path):
@@ -165,7 +113,7 @@ def test_role_ends_when_its_parent_is_killed(tree, tmp_path):
     wait_for((tmp_path / "up").exists)
     parent.kill()
     parent.communicate()
-    wait_for(lambda: not tree.alive(), seconds=10)
+    tree.assert_gone(seconds=10)
 
 
 # ---- all roles
@@ -262,7 +210,7 @@ def test_nothing_outlives_a_killed_launcher(tree, tmp_path):
     assert process.stdout.readline() == "job\n"
     process.kill()
     process.communicate()
-    wait_for(lambda: not tree.alive(), seconds=15)
+    tree.assert_gone(seconds=15)
 
 
 # ---- the launcher's own parts

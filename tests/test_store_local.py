@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from configs.schema import Store
 from store import local
 from store.local import LOCK, LocalStore
-from store.objects import Full, Gone, Lost, Torn, open_store
+from store.objects import Full, Gone, Lost, Torn, open_store, run_prefix
 
 ROOT = str(Path(__file__).parent.parent)
 
@@ -29,6 +29,14 @@ def child(code: str, *args: object) -> subprocess.Popen:
 
 def leftovers(path: Path) -> list[str]:
     return [file.name for file in path.iterdir() if file.name != LOCK]
+
+
+def test_a_run_is_removed_and_no_other(tmp_path):
+    store, prefix = LocalStore(tmp_path, 1000), run_prefix(tmp_path / "run")
+    for name in (f"{prefix}1/0/0/0/0", f"{prefix}2/handshake/0/0/0", f"{run_prefix(tmp_path / 'other')}1/0/0/0/0"):
+        store.put(name, memoryview(b"abc"))
+    store.remove_run(prefix)
+    assert (store.usage().keys, store.read(name)) == (1, b"abc")
 
 
 def test_bytes_come_back(tmp_path):

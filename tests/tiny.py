@@ -36,8 +36,11 @@ def save_tiny_verifier(path: Path, family: str, poisoned: bool = False) -> Path:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
+        else:
+            torch.nn.init.uniform_(parameter, 0.25, 1.75)  # a norm that does something, so that a missing one is seen
     if poisoned:
         model.get_input_embeddings().weight.data[POISON] = float("inf")
+        model.get_output_embeddings().weight.data[POISON] = 0  # seldom sampled
     model.save_pretrained(path)
     return path
 
@@ -49,7 +52,7 @@ def write_recipe(folder: Path, verifier: Path, overrides: dict | None = None) ->
         "verifier": {"path": str(verifier), "dtype": "float32"},
         "data": {"path": str(folder / "data"), "length": 400},
         "rollout": {"max_tokens": 24, "concurrency": 16},
-        "extract": {"max_model_len": 401, "batch_size": 8, "batch_tokens": 1024, "drain_s": 20},
+        "extract": {"max_model_len": 401, "batch_size": 8, "batch_tokens": 1024, "drain_s": 100},
         "store": {"path": str(folder / "store"), "bytes": 16_000_000},
         "pool": {"deadline_s": 60},
         "draft": {"taps": [1, 2, 3], "layers": 1, "block_size": 4, "mask_token_id": MASK, "markov_rank": 8},
@@ -98,7 +101,7 @@ def stop_extractor(extractor: RunningExtractor) -> int:
     """Drain it; returns the exit status."""
     extractor.process.terminate()
     try:
-        return extractor.process.wait(40)
+        return extractor.process.wait(120)
     except subprocess.TimeoutExpired:
         extractor.process.kill()
         raise
