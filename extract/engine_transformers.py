@@ -21,6 +21,7 @@ from torch import Tensor
 from configs.schema import Config
 from extract.hf import HFVerifier
 from extract.pool import ExtractionError
+from extract.protocol import check_prompt
 from store.objects import ObjectStore, StoreError
 from store.sample import all_finite, discard, publish, put_slice
 
@@ -81,13 +82,7 @@ class TransformersEngine:
         """Take an ask; its answer comes later. Raises ExtractionError (bad_request, too_long, unknown_tokens) at once."""
         if self._stopped:
             raise ExtractionError("draining", "the extractor has stopped")
-        if not ask.prompt:
-            raise ExtractionError("bad_request", "prompt: no tokens")
-        if len(ask.prompt) + ask.max_tokens > self.settings.max_model_len:
-            tokens = f"{len(ask.prompt)} tokens and {ask.max_tokens} to generate"
-            raise ExtractionError("too_long", f"{tokens}, extract.max_model_len is {self.settings.max_model_len}")
-        if not 0 <= min(ask.prompt) <= max(ask.prompt) < self.verifier.vocab_size:
-            raise ExtractionError("unknown_tokens", f"a token is outside 0..{self.verifier.vocab_size - 1}")
+        check_prompt(ask.prompt, ask.max_tokens, self.settings.max_model_len, self.verifier.vocab_size)
         self._asks.put(ask)
 
     def alive(self) -> bool:

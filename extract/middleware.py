@@ -16,7 +16,7 @@ import socket
 from configs.schema import Config
 from extract.engine_vllm import state_contract
 from extract.pool import ExtractionError
-from extract.protocol import refusal, register
+from extract.protocol import check_prompt, read_body, refusal, register, registration
 from store.objects import StoreError, open_store
 from store.sample import discard
 
@@ -68,24 +68,11 @@ class Gate:
 
     def _sample(self, body: bytes) -> str | None:
         """The sample that a request names, if any. Raises ExtractionError where the engine could not do what is asked."""
-        try:
-            ask = json.loads(body)
-            prompt, limit, sample = ask["prompt"], ask["max_tokens"], (ask.get("kv_transfer_params") or {}).get("sample")
-            valid = bool(prompt) and all(type(token) is int for token in prompt) and type(limit) is int
-        except (ValueError, KeyError, TypeError, AttributeError):
-            valid = False
-        if not valid:
-            raise ExtractionError("bad_request", "expected a JSON object with prompt: [token ids] and max_tokens: an integer")
-        if len(prompt) + limit > self.max_model_len:
-            tokens = f"{len(prompt)} tokens and {limit} to generate"
-            raise ExtractionError("too_long", f"{tokens}, extract.max_model_len is {self.max_model_len}")
-        if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-            raise ExtractionError("unknown_tokens", f"a token is outside 0..{self.vocab_size - 1}")
-        if sample is not None and not (isinstance(sample, str) and sample and ask.get("n", 1) == 1 and not ask.get("stream")):
-            raise ExtractionError("bad_request", "a sample is named by a string and has one answer (n) that is not a stream")
-        if sample in self.waiting:
-            raise ExtractionError("bad_request", f"{sample} is being made already: each attempt has a name of its own")
-        return sample
+        ask = read_body(body)
+        check_prompt(ask.prompt, ask.max_tokens, self.max_model_len, self.vocab_size)
+        if ask.sample in self.waiting:
+            raise ExtractionError("bad_request", f"{ask.sample} is being made already: each attempt has a name of its own")
+        return ask.sample
 
     async def _hold(self, scope, receive, send, body: bytes, sample: str) -> None:
         """Serve a request that names a sample; whoever asked and does not get the 200 leaves nothing in the store."""
@@ -165,7 +152,7 @@ class Gate:
         loop = asyncio.get_running_loop()
         loop.add_reader(self.verdicts, self._take_verdicts)
         loop.add_signal_handler(signal.SIGTERM, self._drain)  # in the place of vLLM's, which would stop at once
-        self.registration = None
+        self.registration = registration(self.config.run_dir)
         self._spawn(self._register(state))
 
     async def _register(self, state) -> None:
@@ -173,13 +160,12 @@ class Gate:
             await asyncio.sleep(0.05)
         port = state.server.servers[0].sockets[0].getsockname()[1]
         if not self.draining:
-            self.registration = register(self.config.run_dir, f"http://{self.config.extract.host}:{port}")
+            register(self.registration, f"http://{self.config.extract.host}:{port}")
 
     def _drain(self) -> None:
         if not self.draining:
             self.draining = True
-            if self.registration:
-                self.registration.unlink(missing_ok=True)
+            self.registration.unlink(missing_ok=True)
             self._spawn(self._finish())
 
     async def _finish(self) -> None:

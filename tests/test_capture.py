@@ -53,9 +53,8 @@ def pools(monkeypatch) -> list[InProcessPool]:
 
 
 def test_shards_share_the_rows_and_what_is_there_is_not_made_again(config, pools):
-    examples = 4  # answers of 24 tokens at most, of which a handshake wants 64: at least 3, and one more where they are short
     assert capture.capture(config, config.data.path, 0, 2).startswith("3 rows captured; ")
-    assert ROWS // 2 + 3 <= pools[0].asked <= ROWS // 2 + examples
+    assert ROWS // 2 < pools[0].asked < ROWS  # and what a handshake needs
     assert capture.capture(config, config.data.path, 1, 2).startswith("3 rows captured; ")
     assert pools[1].asked == ROWS // 2
     line = capture.capture(config, config.data.path)

@@ -18,8 +18,8 @@ from tiny import POISON, VOCAB, python_environment, start_extractor, write_recip
 from configs.schema import load
 from extract.hf import HFVerifier
 from extract.pool import ExtractionError, Pool
+from extract.protocol import register
 from extract.serve import main as serve
-from extract.serve import register
 from store.objects import open_store
 from store.sample import discard, fetch
 
