@@ -82,7 +82,7 @@ class RunningExtractor:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout, trust_env=False)
 
 
-def start_extractor(recipe: Path, timeout_s: float = 120) -> RunningExtractor:
+def start_extractor(recipe: Path, timeout_s: float = 600) -> RunningExtractor:
     config = load(recipe)
     log = recipe.with_name("extractor.log")
     with log.open("wb") as output:
