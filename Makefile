@@ -3,6 +3,8 @@
 PY := .venv/bin/python
 CONFIG := configs/smollm2_embedded.yaml
 RUN := runs/smollm2_embedded
+PROMPTS := configs/demo_prompts.jsonl
+HELD_OUT := configs/demo_held_out.jsonl
 VERIFIER := verifiers/SmolLM2-135M-Instruct
 REQUIRE := 1.35
 
@@ -16,17 +18,15 @@ help:
 	@echo "make test   all tests"
 	@echo "make clean  remove the demo's run and the environment"
 
-demo: $(RUN)/data
+demo: $(RUN)/data/data_contract.json
 	$(PY) -m slurm.launch $(CONFIG)
 	$(PY) -m train.evaluate $(CONFIG) --require $(REQUIRE)
 
-# The verifier's answers, one launch for each file of prompts. Interrupted rollouts go on where they were.
-$(RUN)/data: | $(VERIFIER)/config.json
-	$(PY) -m slurm.launch $(CONFIG) -- python -m extract.rollout $(CONFIG) \
-	    --prompts configs/demo_prompts.jsonl --output $(RUN)/rollouts.jsonl
-	$(PY) -m slurm.launch $(CONFIG) -- python -m extract.rollout $(CONFIG) \
-	    --prompts configs/demo_held_out.jsonl --output $(RUN)/held_out_rollouts.jsonl
-	$(PY) extract/prepare_data.py $(CONFIG) --data $(RUN)/rollouts.jsonl --output $@
+# The verifier's answers, one launch for each file of prompts. What is interrupted goes on where it was.
+$(RUN)/data/data_contract.json: | $(VERIFIER)/config.json
+	$(PY) -m slurm.launch $(CONFIG) -- python -m extract.rollout $(CONFIG) --prompts $(PROMPTS) --output $(RUN)/rollouts.jsonl
+	$(PY) -m slurm.launch $(CONFIG) -- python -m extract.rollout $(CONFIG) --prompts $(HELD_OUT) --output $(RUN)/held_out_rollouts.jsonl
+	$(PY) extract/prepare_data.py $(CONFIG) --data $(RUN)/rollouts.jsonl --output $(RUN)/data
 
 $(VERIFIER)/config.json: | .venv/installed
 	$(PY) -m extract.smollm2 $(VERIFIER)

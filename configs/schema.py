@@ -11,7 +11,7 @@ import difflib
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -112,24 +112,58 @@ class Init(Section):
     projection: Literal["last_tap", "random"] = "random"  # identity on the last tap
 
 
+class Gqa(Section):
+    """Grouped-query attention as in Qwen3."""
+
+    heads: Positive | None = None
+    kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+
+
+class Yarn(Section):
+    """Rotary frequencies stretched beyond the length that they were made for, at every length alike."""
+
+    factor: Annotated[float, Field(gt=1)]
+    original_max_position_embeddings: Positive
+    beta_fast: Annotated[float, Field(gt=0)] = 32.0
+    beta_slow: Annotated[float, Field(gt=0)] = 1.0
+    mscale: Annotated[float, Field(ge=0)] = 1.0  # sharpens the softmax; engines know it as mscale and mscale_all_dim, here equal
+
+
+class Mla(Section):
+    """Multi-head latent attention as in Kimi-K3: rotary pairs are interleaved. Nothing here is taken from the verifier."""
+
+    heads: Positive
+    q_lora_rank: Positive
+    kv_lora_rank: Positive
+    qk_nope_head_dim: Positive
+    qk_rope_head_dim: Positive
+    v_head_dim: Positive
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    yarn: Yarn | None = None
+
+
 class Draft(Section):
     """The draft. Taps are aux ids: tap `a` is the residual stream after `a` verifier layers."""
 
     taps: tuple[Positive, ...]
+    decoder: Literal["gqa", "mla"] = "gqa"
+    gqa: Gqa = Gqa()
+    mla: Mla | None = None
     layers: Positive = 5
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None  # null: all sliding where there is a window
+    window: Positive | None = None  # sliding layers see so many tokens, by the engine's rule
+    causal: bool | None = None  # inside a block; null: as engines choose, sliding layers causal and full ones not
     block_size: Annotated[int, Field(gt=1)] = 8
     mask_token_id: Annotated[int, Field(ge=0)]
     markov_rank: Positive = 256
-    causal: bool = False  # inside a block
-    window: Positive | None = None  # sliding window of tokens, by the engine's rule; null: full attention
     hidden_size: Positive | None = None
     intermediate_size: Positive | None = None
-    heads: Positive | None = None
-    kv_heads: Positive | None = None
-    head_dim: Positive | None = None
-    vocab_size: Positive | None = None
+    vocab_size: Positive | None = None  # rows of the verifier's embedding
+    draft_vocab_size: Positive | None = None  # tokens that the draft can say, those most often supervised; null: all
     rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    max_position_embeddings: Positive | None = None
     init: Init = Init()
 
     @field_validator("taps")
@@ -138,6 +172,23 @@ class Draft(Section):
         if not taps or list(taps) != sorted(set(taps)):
             raise ValueError(f"taps must be ascending and distinct (engines concatenate in layer order), e.g. {sorted(set(taps))}")
         return taps
+
+    @model_validator(mode="after")
+    def _parts_agree(self):
+        types = self.types_of_layers()
+        if len(types) != self.layers:
+            raise ValueError(f"draft.layer_types has {len(types)} entries for draft.layers = {self.layers}")
+        if ("sliding_attention" in types) != (self.window is not None):
+            raise ValueError("draft.window and sliding layers in draft.layer_types need one another")
+        if (self.decoder == "mla") != (self.mla is not None):
+            raise ValueError(f"draft.decoder = {self.decoder}: draft.mla is {'missing' if self.mla is None else 'for draft.decoder = mla'}")
+        if self.decoder == "mla" and (self.window or self.causal or self.draft_vocab_size):
+            raise ValueError("draft.decoder = mla: engines serve such drafts without window, not causal and with the whole vocabulary")
+        return self
+
+    def types_of_layers(self) -> tuple[str, ...]:
+        """`layer_types` with its default filled in."""
+        return self.layer_types or ("sliding_attention" if self.window else "full_attention",) * self.layers
 
 
 class Loss(Section):
@@ -297,11 +348,14 @@ def _explain(item: dict) -> str:
     if item["type"] == "missing":
         return f"{key} is missing"
     message = item["msg"].removeprefix("Value error, ")
-    return message if not key else f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
+    if not key or isinstance(item["input"], dict):  # of a whole section: the message names the keys
+        return message
+    return f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
 
 
 def _keys(location: tuple) -> list[str]:
     section = Config
     for part in location:
-        section = section.model_fields[part].annotation
+        annotation = section.model_fields[part].annotation
+        section = next(kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields"))
     return sorted(section.model_fields)

@@ -74,8 +74,8 @@ def merge(parts: list[Part], sources: list[Source], config: Config, vocab_size: 
         (folder / "held_out.jsonl").unlink()
     summary.tokens, summary.supervised = np.concatenate(lengths or [[]]), np.concatenate(supervised or [[]])
     np.save(folder / "token_counts.npy", counts)
-    if config.draft.vocab_size and config.draft.vocab_size < vocab_size:
-        np.save(folder / "draft_vocabulary.npy", draft_vocabulary(counts, config.draft.vocab_size))
+    if config.draft.draft_vocab_size and config.draft.draft_vocab_size < vocab_size:
+        np.save(folder / "draft_vocabulary.npy", draft_vocabulary(counts, config.draft.draft_vocab_size))
     return summary
 
 

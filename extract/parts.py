@@ -106,7 +106,11 @@ class Maker:
                 column.append(value)
         about = {"rows": rows, "cut": cut, "finished": finished, "drops": drops}
         schema = SCHEMA.with_metadata({"chunk": json.dumps(about)})
-        table = pa.table([pa.array(column, field.type) for column, field in zip(columns, SCHEMA, strict=True)], schema=schema)
+        arrays = [
+            _lists(column, field.type) if pa.types.is_list(field.type) else pa.array(column, field.type)
+            for column, field in zip(columns, SCHEMA)
+        ]
+        table = pa.table(arrays, schema=schema)
         partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
         with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
             stream.write(table)
@@ -125,7 +129,7 @@ def fitting(mask: np.ndarray, length: int, cut: str) -> int:
 
 
 def make_parts(
-    config: Config, sources: list[Source], folder: Path, shard: tuple[int, int], progress: Callable[[int, int], None]
+    config: Config, maker: Maker, sources: list[Source], folder: Path, shard: tuple[int, int], progress: Callable[[int, int], None]
 ) -> list[Part]:
     """Make what is missing of shard i of n; all parts of the data in their order, made or not.
 
@@ -146,7 +150,6 @@ def make_parts(
                 progress(chunk.size, chunk.nbytes)
 
     if config.data.processes == 1:
-        maker = Maker(config)
         for chunk, path in missing():
             maker.part(chunk, path)
             progress(chunk.size, chunk.nbytes)
@@ -157,7 +160,7 @@ def make_parts(
 
 def _in_processes(config: Config, work: Iterator[tuple[Chunk, Path]], progress: Callable[[int, int], None]) -> None:
     context = multiprocessing.get_context("forkserver")  # forks of a process without threads, that has imported all
-    context.set_forkserver_preload(["extract.parts"])
+    context.set_forkserver_preload(["extract.parts", "pandas"])  # pyarrow imports pandas on first use, for seconds
     pool = ProcessPoolExecutor(config.data.processes, context, _begin, (config,))
     running: dict[Future, Chunk] = {}
     try:
@@ -194,6 +197,12 @@ def _end_with_parent() -> None:
 
 def _work(chunk: Chunk, path: Path) -> int:
     return _maker.part(chunk, path)
+
+
+def _lists(rows: list[np.ndarray], kind: pa.ListType) -> pa.ListArray:
+    """Rows of numbers as a column, without a look at each number."""
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, np.concatenate(rows) if rows else pa.array([], kind.value_type), kind)
 
 
 def _identity(row: dict) -> str | None:

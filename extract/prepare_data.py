@@ -54,13 +54,11 @@ def prepare(config: Config, sources: list[Source], output: Path, shard: tuple[in
     maker = Maker(config)
     contract = data_contract(config, maker)
     record = {"sources": [[source.path, source.weight, source.nbytes] for source in sources]}
-    work = output / WORK
-    if overwrite:
-        _remove_own(output)
-    if not _begin(output, contract, record):
+    if not _begin(output, contract, record, overwrite):
         return "complete already; --overwrite makes it again"
+    work = output / WORK
     progress = Progress(sources)
-    parts = make_parts(config, sources, work, shard, progress)
+    parts = make_parts(config, maker, sources, work, shard, progress)
     if shard[1] > 1:
         return f"shard {shard[0]}/{shard[1]} is done; run without --shard when all are"
     result = work / "result"
@@ -75,25 +73,35 @@ def prepare(config: Config, sources: list[Source], output: Path, shard: tuple[in
     return line
 
 
-def _begin(output: Path, contract: DataContract, record: dict) -> bool:
+def _begin(output: Path, contract: DataContract, record: dict, overwrite: bool) -> bool:
     """Make the work folder; False where the data set is complete. Another data set is refused, and so is a stranger's folder."""
-    for file in (output / CONTRACT, output / WORK / CONTRACT):
-        if file.exists():
+    ours = [file for file in (output / CONTRACT, output / WORK / CONTRACT) if file.exists()]
+    if output.exists() and not ours and not (output / RECORD).exists() and (found := sorted(path.name for path in output.iterdir())):
+        raise DataError(f"{output} holds files that this tool did not write: {', '.join(found[:3])}")
+    for file in ours:
+        try:
             there = DataContract.model_validate_json(file.read_text())
             require_same(contract, there, f"{output} was made otherwise (--overwrite makes it again)")
-    if (output / CONTRACT).exists():
+        except ContractMismatch:
+            if not overwrite:
+                raise
+            shutil.rmtree(output / WORK, ignore_errors=True)
+    if (output / CONTRACT).exists() and not overwrite:
         if json.loads((output / RECORD).read_text())["sources"] != record["sources"]:
             raise DataError(f"{output} was made of other data (--overwrite makes it again)")
         return False
-    if output.exists() and not (output / WORK / CONTRACT).exists() and (found := sorted(path.name for path in output.iterdir())):
-        raise DataError(f"{output} holds files that this tool did not write: {', '.join(found[:3])}")
     (output / WORK).mkdir(parents=True, exist_ok=True)
     _write(output / WORK / CONTRACT, contract.model_dump_json(indent=2))
     return True
 
 
 def _publish(result: Path, output: Path, contract: DataContract, record: dict) -> None:
-    """Move the files into place, the contract last: with it the data set is complete."""
+    """Put the files in the place of those of an earlier run, the contract last: with it the data set is complete."""
+    if (output / RECORD).exists():
+        for name in reversed(json.loads((output / RECORD).read_text())["files"]):  # the contract first
+            (output / name).unlink(missing_ok=True)
+        if (output / VALIDATION).is_dir() and not any((output / VALIDATION).iterdir()):
+            (output / VALIDATION).rmdir()
     files = sorted((path for path in result.rglob("*") if path.is_file()), key=lambda path: (path.name == "state.json", path))
     names = [str(path.relative_to(result)) for path in files]
     _write(output / RECORD, json.dumps(record | {"files": [*names, RECORD, CONTRACT]}, indent=2))
@@ -102,16 +110,6 @@ def _publish(result: Path, output: Path, contract: DataContract, record: dict) -
         os.replace(path, output / name)
     if (output / "state.json").exists():
         _write(output / CONTRACT, contract.model_dump_json(indent=2))
-        shutil.rmtree(output / WORK)
-
-
-def _remove_own(output: Path) -> None:
-    if (output / RECORD).exists():
-        for name in reversed(json.loads((output / RECORD).read_text())["files"]):  # the contract first
-            (output / name).unlink(missing_ok=True)
-        if (output / VALIDATION).is_dir() and not any((output / VALIDATION).iterdir()):
-            (output / VALIDATION).rmdir()
-    if (output / WORK / CONTRACT).exists():
         shutil.rmtree(output / WORK)
 
 

@@ -13,6 +13,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from configs.schema import Verifier
 from store.verifier import find_file
 
+ANSWER = "THEANSWEROFTHEVERIFIER"  # stands for an answer where only what follows it is wanted
+
 
 class RenderError(ValueError):
     """A template that cannot render a conversation, or a verifier without a template; the message is one line."""
@@ -54,6 +56,19 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: list
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     """Token ids after which the verifier answers. Raises RenderError."""
     return tokenizer.encode(render(tokenizer, messages, tools, prompt=True), add_special_tokens=False)
+
+
+def between_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict], user: dict, last_id: int) -> list[int]:
+    """Token ids that stand between the verifier's answer to `messages` and its answer to `user`, the next turn.
+
+    The answer's own tokens are the truth and are not rendered again; `last_id` is the last of them, so that the end of the
+    turn is not written twice. Raises RenderError.
+    """
+    text = render(tokenizer, [*messages, {"role": "assistant", "content": ANSWER}, user], prompt=True)
+    if text.count(ANSWER) != 1:
+        raise RenderError("the template does not show the answers of earlier turns as they were given")
+    ids = tokenizer.encode(text.partition(ANSWER)[2], add_special_tokens=False)
+    return ids[1:] if ids[:1] == [last_id] else ids
 
 
 def marks_generation(tokenizer: PreTrainedTokenizerBase) -> bool:

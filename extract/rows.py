@@ -9,6 +9,7 @@ import glob
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ CHUNK_ROWS = 500
 CHUNK_BYTES = 4 << 20
 ROW_BYTES = 32 << 20  # a longer line is no conversation
 LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 
 
 class DataError(ValueError):
@@ -40,11 +42,14 @@ class Source:
         """From `PATH` or `PATH@WEIGHT`. Raises DataError."""
         path, at, weight = text.rpartition("@")
         if not at or Path(text).exists():
-            return cls(text)
-        try:
-            return cls(path, max(float(weight), 0.0))
-        except ValueError:
-            raise DataError(f"--data {text}: {weight!r} is not a weight, e.g. {path}@0.5") from None
+            path, weight = text, "1"
+        if not re.fullmatch(r"\d+\.?\d*|\.\d+", weight):
+            raise DataError(f"--data {text}: {weight!r} is not a weight, e.g. {path}@0.5")
+        folder = path.partition(":")[0]
+        if not Path(path).exists() and not Path(folder).is_dir() and (not HUB_ID.fullmatch(path) or path.endswith((*LINES, ".parquet"))):
+            hint = " (overrides go before --data)" if "=" in path else ""
+            raise DataError(f"--data {path}: no such file or folder{hint}")
+        return cls(path, float(weight))
 
     @property
     def name(self) -> str:
@@ -188,7 +193,7 @@ def _data_set(path: str) -> Iterator[pa.Table]:
     """A folder that `save_to_disk` wrote, a folder of data files, or a hub id; `:SPLIT` after it picks another than train."""
     from datasets import load_dataset, load_from_disk
 
-    path, _, split = path.partition(":")
+    given, (path, _, split) = path, path.partition(":")
     try:
         if glob.glob(f"{path}/*state.json") or glob.glob(f"{path}/dataset_dict.json"):
             rows = load_from_disk(path)
@@ -197,7 +202,7 @@ def _data_set(path: str) -> Iterator[pa.Table]:
             rows = load_dataset(path, split=split or "train", streaming=True)
         yield from rows.with_format("arrow").iter(CHUNK_ROWS)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"--data {path}: no such file, data set or split ({' '.join(str(error).split())[:200]})") from None
+        raise DataError(f"--data {given}: no such file, data set or split ({' '.join(str(error).split())[:200]})") from None
 
 
 def _without_none(value: object) -> object:

@@ -78,7 +78,7 @@ class Extractor:
             return await answer
         ask.abandoned = True
         await asyncio.wait({answer})
-        if ask.sample and answer.exception() is None:
+        if answer.exception() is None and ask.sample:
             await asyncio.to_thread(discard, self.engine.store, ask.sample)
         raise ClientDisconnect
 
@@ -123,13 +123,14 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         self.report()
+        engine = self.extractor.engine
         if self.extractor.draining:
             self.registration.unlink(missing_ok=True)
             if time.monotonic() > self.deadline and not self.unfinished:
                 self.unfinished = self.extractor.taken
-                self.extractor.engine.stop()
-            if not self.extractor.taken:
-                self.should_exit = True
+                engine.stop()
+        if not engine.alive() or (self.extractor.draining and not self.extractor.taken):
+            self.should_exit = True
         return await super().on_tick(counter)
 
 
@@ -164,7 +165,7 @@ def run(config: Config) -> int:
     Raises OSError, RenderError, StoreError, ValueError, VerifierError where the verifier cannot be served.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s extractor: %(message)s", datefmt="%H:%M:%S", force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
     torch.set_num_threads(config.extract.threads)
     tokenizer = load_tokenizer(config.verifier)
     engine = TransformersEngine(config, open_store(config.store))
@@ -176,6 +177,9 @@ def run(config: Config) -> int:
         server.registration.unlink(missing_ok=True)
     if unfinished := server.unfinished or server.extractor.taken:
         logging.error("%d asks were not finished within extract.drain_s (%g s)", unfinished, server.drain_s)
+        return 1
+    if not engine.alive():
+        logging.error("the engine's thread has died")
         return 1
     engine.stop()
     engine.join()

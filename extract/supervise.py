@@ -19,7 +19,8 @@ from extract.conversations import Conversation, Dropped
 from extract.render import RenderError, generated_spans, marks_generation, render
 
 EMPTY_THINK = re.compile(r"\s*(<think>)?\s*</think>\n*")  # the opening tag may stand in the prompt
-OPEN_THINK = re.compile(r"<think>\s*$")
+WHOLE_THINK = re.compile(r"\s*<think>(.*?)</think>\n*(.*)", re.DOTALL)
+PROMPT_THINK = re.compile(r"(<think>\s*)?(</think>\s*)?\Z")
 SHOWN_THINK = re.compile(r"\s*(<think>\s*(</think>\s*)?)?")
 PROBE = "\ue000"  # a private character: no answer begins with it
 HEADER = 64  # characters before a turn in which a special token is looked for
@@ -38,7 +39,9 @@ class Supervisor:
         self._stop = _any_of(stops)
         self._special = _any_of([*stops, *map(str, tokenizer.added_tokens_decoder.values())])
         self._marked = marks_generation(tokenizer)
-        self._asks = "add_generation_prompt" in str(tokenizer.chat_template)
+        template = str(tokenizer.chat_template)
+        self._asks = "add_generation_prompt" in template
+        self._reasons = "reasoning_content" in template and not re.search(r"""split\(\\?['"]</think>""", template)
         self._header = "" if self._asks else self._added_header()
         self._tails: dict[str, list[int]] = {}  # ids of what stands right before a turn: few texts, asked for often
 
@@ -47,7 +50,8 @@ class Supervisor:
 
         Turns that begin after `length` tokens are not looked at. Raises Dropped.
         """
-        messages, tools = conversation.messages, conversation.tools
+        tools = conversation.tools
+        messages = list(map(_with_reasoning, conversation.messages)) if self._reasons else conversation.messages
         for message in messages:
             if message["role"] == "assistant" and self._stop.search(_strings(message)):
                 raise Dropped("stop_in_text", "an answer contains an end-of-turn token as text")
@@ -84,24 +88,29 @@ class Supervisor:
             if begin >= limit:
                 break
             begin, stop, end = self._borders(text, begin, len(text.rstrip()))
-            if index + 1 < len(messages):  # the last turn ends where the text does
+            if text[begin:stop].strip() != messages[index]["content"].strip():  # else it is plain where the turn ends
                 alone = render(self.tokenizer, messages[: index + 1], tools)
                 start = self._begin(alone, messages[: index + 1], index, tools, prompt)
                 start, alone_stop, _ = self._borders(alone, start, len(alone.rstrip()))
                 if not alone[start:alone_stop].endswith(text[begin:stop]):
                     raise Dropped("unproven", f"message {index + 1} has no end of turn of its own")
-            if begin < stop:  # else the template has dropped all of it, as some do with earlier turns' reasoning
-                spans.append((begin, end))
+            if begin == stop:  # the template has dropped all of it, as some do with earlier turns' reasoning
+                continue
+            for call in messages[index].get("tool_calls", []):
+                if call["function"]["name"] not in text[begin:stop] and call.get("id", PROBE) not in text[begin:stop]:
+                    raise Dropped("template_rejects", "the template does not show tool calls")
+            spans.append((begin, end))
         return spans
 
     def _begin(self, text: str, messages: list[dict], index: int, tools: list[dict] | None, prompt: str) -> int:
         """Where in `text`, the rendering of `messages`, the turn `index` begins, which `prompt` asks for. Raises Dropped.
 
-        The prompt is what `text` begins with, except that a template may open a think block there which it does not show later.
+        The prompt is what `text` begins with, except that a template may open a think block there, or an empty one, which it does
+        not show later.
         Where it has rewritten what precedes the turn, another text put in the turn's place shows where the two part; right
         before that stands what the prompt ends with.
         """
-        openings = (prompt, OPEN_THINK.sub("", prompt)) if self._asks else (prompt + self._header,)
+        openings = (prompt, PROMPT_THINK.sub("", prompt)) if self._asks else (prompt + self._header,)
         for opening in openings:
             if text.startswith(opening):
                 return len(opening)
@@ -169,6 +178,12 @@ class Supervisor:
         if ids.tolist() != self.tokenizer.encode(text, add_special_tokens=False):
             raise Dropped("unproven", "a token lies across a turn's border")
         return ids, np.repeat(np.arange(len(pieces), dtype=np.uint8) % 2, [len(piece) for piece in pieces])
+
+
+def _with_reasoning(message: dict) -> dict:
+    """Reasoning that stands in the content, in the field where such a template looks for it alone."""
+    found = message["role"] == "assistant" and not message.get("reasoning_content") and WHOLE_THINK.match(message["content"])
+    return {**message, "reasoning_content": found[1].strip("\n"), "content": found[2]} if found else message
 
 
 def _probe(message: dict) -> dict:

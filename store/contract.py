@@ -66,10 +66,12 @@ def require_same(ours: Contract, theirs: Contract, where: str) -> None:
         raise ContractMismatch(f"{where}: {'; '.join(found)}")
 
 
-def _flat(contract: Contract) -> dict[str, object]:
-    """Fields by name, those of a mapping as "engine.kv_dtype"."""
+def _flat(contract: BaseModel) -> dict[str, object]:
+    """Fields by name, those of a mapping or of a nested record as "engine.kv_dtype"."""
     flat = {}
     for field, value in contract:
+        if isinstance(value, BaseModel):
+            value = _flat(value)
         if isinstance(value, dict):
             flat |= {f"{field}.{key}": item for key, item in value.items()}
         else:

@@ -10,24 +10,22 @@ from hypothesis import strategies as st
 
 from train.anchors import draw_anchors, valid_slots
 from train.attention import attend, block_visible, context_visible
-from train.draft import Draft, DraftContract, initialise
+from train.contract import DraftContract
+from train.draft import Draft, initialise
 from train.objective import slot_weights
 
 SPEC = DraftContract(
     taps=(1, 2),
     block_size=3,
     mask_token_id=3,
-    causal=False,
-    window=None,
-    layers=2,
+    layer_types=("full_attention", "full_attention"),
     hidden_size=16,
     intermediate_size=24,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
+    gqa={"heads": 4, "kv_heads": 2, "head_dim": 8, "rope_theta": 10000.0},
     vocab_size=50,
+    draft_vocab_size=50,
+    max_position_embeddings=100,
     rms_norm_eps=1e-5,
-    rope_theta=10000.0,
     markov_rank=4,
     loss_terms={"ce": 0.1, "l1": 0.9},
 )

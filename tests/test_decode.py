@@ -11,8 +11,9 @@ from tiny import write_recipe
 from configs.schema import load
 from extract.hf import HFVerifier
 from train.bigram import bigram_accepted, bigram_counts, bigram_factors, follower_table
+from train.contract import DraftContract
 from train.decode import speculate
-from train.draft import Draft, DraftContract, initialise
+from train.draft import Draft, initialise
 from train.evaluate import tokens_per_forward
 from train.simulate import accepted_everywhere, walk
 from train.verifier import FrozenVerifier
@@ -37,7 +38,9 @@ def pieces(tiny_verifier, tmp_path_factory):
     draft = Draft(DraftContract.resolve(config))
     initialise(draft, 0)
     random = np.random.default_rng(0)
-    prompts = [random.integers(4, verifier.vocab_size, size=size).tolist() for size in (1, 2, 3, 5, 8, 13, 21, 34)]
+    prompts = [
+        random.integers(4, verifier.vocab_size, size=size).tolist() for size in (1, 2, 3, 4, 5, 6, 8, 9, 11, 13, 16, 19, 21, 25, 30, 34)
+    ]
     # A Markov head that knows the verifier's answers makes the random draft right now and then.
     rows = [{"input_ids": np.array(greedy(verifier, prompt, 48)), "loss_mask": np.ones(48, np.uint8)} for prompt in prompts]
     rows = [row for row in rows if len(row["input_ids"]) == 48]

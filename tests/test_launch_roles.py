@@ -36,7 +36,7 @@ def recipe(tiny_verifier, tmp_path) -> Path:
 def launch(tree, recipe: Path):
     """Starts the launcher with these arguments after CONFIG; afterwards nothing must be left of it."""
     yield lambda *arguments: tree.python("-m", "slurm.launch", recipe, *arguments)
-    assert not tree.alive() and not list((recipe.parent / "run" / "extractors").iterdir())
+    assert not tree.alive() and not list((recipe.parent / "run" / "extractors").glob("*"))
     assert [file.name for file in (recipe.parent / "store").iterdir()] == [LOCK]  # no states that nobody will read
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from configs.schema import Loss
+from train.heads import Heads
 from train.objective import Slots, confidence_sum, normaliser, slot_terms, slot_weights
 
 
@@ -15,7 +16,7 @@ def one_hot_head(logits, teacher, labels, terms, weights=None):
     weights = torch.ones(count).double() if weights is None else weights
     slots = Slots(logits, torch.zeros(count, dtype=torch.long), labels, weights, teacher, torch.arange(count))
     zero = torch.zeros(vocabulary, 1).double()
-    return slot_terms(slots, zero, zero, torch.eye(vocabulary).double(), Loss(terms=terms))
+    return slot_terms(slots, zero, zero, Heads(torch.eye(vocabulary).double()), Loss(terms=terms))
 
 
 DRAFT = torch.tensor([[2.0, 1, 0, -1], [0, 0, 0, 0]]).double()
@@ -94,7 +95,7 @@ def test_value_and_gradient_equal_autograd(terms, slots_a_chunk):
     expected = plain(theirs, head, teacher, previous, labels, weights, rows, terms)
     (3 * expected).backward()
     loss = Loss(terms=terms, chunk_bytes=slots_a_chunk * 5 * 4 * len(head))
-    result = slot_terms(Slots(ours[0], previous, labels, weights, teacher, rows), ours[1], ours[2], head, loss)
+    result = slot_terms(Slots(ours[0], previous, labels, weights, teacher, rows), ours[1], ours[2], Heads(head), loss)
     (3 * result.weighted_sum).backward()
     torch.testing.assert_close(result.weighted_sum, expected, rtol=1e-12, atol=1e-12)
     for mine, reference in zip(ours, theirs):
@@ -114,6 +115,6 @@ def test_results_come_back_in_the_order_of_the_slots():
     shuffled = torch.randperm(len(rows))
     slots = Slots(parameters[0], previous, labels, weights, teacher, rows)
     moved = Slots(parameters[0][shuffled], previous[shuffled], labels[shuffled], weights[shuffled], teacher, rows[shuffled])
-    whole, part = (slot_terms(order, *parameters[1:], head, loss) for order in (slots, moved))
+    whole, part = (slot_terms(order, *parameters[1:], Heads(head), loss) for order in (slots, moved))
     for field in ("ce", "tv", "accepted", "label_hit"):
         torch.testing.assert_close(getattr(whole, field)[shuffled], getattr(part, field))

@@ -24,8 +24,9 @@ from store.contract import ContractMismatch
 from store.objects import open_store
 from train import checkpoint, loop
 from train.batch import place, total_steps
+from train.contract import DraftContract
 from train.decode import speculate
-from train.draft import DraftContract, describe
+from train.formats import describe
 from train.verifier import FrozenVerifier
 
 SAMPLES = 5  # in steps of 2: the last step of an epoch leaves the second of two ranks without a sample
@@ -217,4 +218,4 @@ def test_one_sample_trained_to_death_is_accepted_whole(tiny_verifier, tmp_path, 
 
 def test_describe_counts_without_a_verifier(tiny_verifier, tmp_path):
     config = recipe(tmp_path, tiny_verifier("llama"))
-    assert describe(DraftContract.resolve(config)).splitlines()[-1] == "18 tensors, 65,897 parameters"
+    assert describe(DraftContract.resolve(config)).splitlines()[-2] == "18 tensors, 65,897 parameters trained"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from configs.schema import config_argument, parse
 
@@ -11,21 +12,24 @@ from configs.schema import config_argument, parse
 def main() -> None:
     parser = argparse.ArgumentParser(prog="train", description=__doc__)
     config_argument(parser)
+    parser.add_argument("--from-draft", type=Path, metavar="DIR", help="start a new run from a checkpoint or a published draft")
     parser.add_argument("--describe", action="store_true", help="print the draft's tensors and parameters and stop")
     args, config = parse(parser)
     if args.describe:
-        from train.draft import DraftContract, describe
+        from train.contract import DraftContract
+        from train.formats import describe
 
         print(describe(DraftContract.resolve(config)))
         return
     from extract.obtain import NoStates
     from store.contract import ContractMismatch
     from store.verifier import VerifierError
+    from train.formats import FormatError
     from train.loop import train
 
     try:
-        train(config)
-    except (ContractMismatch, NoStates, VerifierError, FileNotFoundError) as error:
+        train(config, args.from_draft)
+    except (ContractMismatch, NoStates, FormatError, VerifierError, FileNotFoundError) as error:
         sys.exit(f"train: {error}")
 
 

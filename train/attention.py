@@ -34,11 +34,11 @@ def attend(
     """Two-part attention: keys of the document's context and keys of the own block, merged by their shared log-sum-exp,
     so that no mask over context and all blocks at once ever exists.
 
-    query [D, A, B, heads, d], already scaled; context keys and values [D, T, kv_heads, d]; block keys and values
-    [D, A, B, kv_heads, d]; anchors [D, A]. D documents, A anchors of each, B slots. Returns [D, A, B, heads, d].
+    query [D, A, B, heads, d], already scaled; context keys [D, T, kv_heads, d] and values [D, T, kv_heads, v]; block keys and
+    values [D, A, B, kv_heads, d or v]; anchors [D, A]. D documents, A anchors of each, B slots. Returns [D, A, B, heads, v].
     """
     (context_key, context_value), (block_key, block_value) = context_kv, block_kv
-    documents, count, slots, heads, dim = query.shape
+    documents, count, slots, heads = query.shape[:4]
     length, groups = context_key.shape[1:3]
     grouped = query.unflatten(3, (groups, heads // groups)).permute(0, 3, 4, 1, 2, 5)  # [D, G, R, A, B, d]
 
@@ -51,17 +51,7 @@ def attend(
     # A slot always sees itself, so the shared maximum is finite and a slot without any context merges to its block alone.
     peak = torch.maximum(context.detach().amax(-1, keepdim=True), own.detach().amax(-1, keepdim=True))
     context, own = (context - peak).exp(), (own - peak).exp()
-    mixed = (context.flatten(2, 4) @ context_value.transpose(1, 2)).view(*grouped.shape)
+    mixed = (context.flatten(2, 4) @ context_value.transpose(1, 2)).unflatten(2, grouped.shape[2:5])
     mixed = mixed + own @ block_value.permute(0, 3, 1, 2, 4)[:, :, None]
     mixed = mixed / (context.sum(-1, keepdim=True) + own.sum(-1, keepdim=True))
-    return mixed.permute(0, 3, 4, 1, 2, 5).reshape(documents, count, slots, heads, dim)
-
-
-def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary embedding, half-split pairs (Llama, Qwen). x [..., heads, d], positions [...]; angles in fp32 whatever x is."""
-    dim = x.shape[-1]
-    inverse = theta ** (-torch.arange(0, dim, 2, device=x.device, dtype=torch.float32) / dim)
-    angle = (positions[..., None].float() * inverse)[..., None, :]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    left, right = x.chunk(2, -1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), -1)
+    return mixed.permute(0, 3, 4, 1, 2, 5).reshape(documents, count, slots, heads, -1)

@@ -26,12 +26,12 @@ class Decoded:
 
 
 class DraftCache:
-    """Context keys and values of every draft layer, [R, length, kv_heads, head_dim], written as the verifier's states arrive."""
+    """What every draft layer keeps of the context, [R, length, ...], written as the verifier's states arrive."""
 
     def __init__(self, draft: Draft, rows: int, length: int, device: torch.device):
-        shape = (rows, length, draft.spec.kv_heads, draft.spec.head_dim)
+        shapes = [layer.self_attn.cached_shapes for layer in draft.layers]
         self.draft = draft
-        self.layers = [(torch.zeros(shape, device=device), torch.zeros(shape, device=device)) for _ in draft.layers]
+        self.layers = [tuple(torch.zeros((rows, length, *shape), device=device) for shape in layer) for layer in shapes]
 
     def write(self, rows: Tensor, positions: Tensor, states: Tensor) -> None:
         """States [R, Q, m + 1, H] of tokens at positions [R, Q]. What is later rejected is overwritten, and not seen before."""
@@ -48,11 +48,11 @@ def propose(draft: Draft, frozen: FrozenVerifier, context: Context, tokens: Tens
     """Greedy drafts [R, B] after anchor tokens [R] at positions anchors [R]: one pass, then the Markov head slot by slot."""
     slots = frozen.slot_embeddings(tokens, draft.spec.mask_token_id, draft.spec.block_size)
     hidden = draft.block(slots[:, None], anchors[:, None], context)[:, 0]
-    logits = (hidden.to(frozen.head.dtype) @ frozen.head.mT).float()
+    logits = frozen.heads.draft_logits(hidden)
     markov, drafts = draft.markov_head, []
     for slot in range(draft.spec.block_size):
         bias = F.embedding(tokens, markov.markov_w1.weight) @ markov.markov_w2.weight.mT
-        tokens = (logits[:, slot] + bias).argmax(-1)
+        tokens = frozen.heads.token_ids((logits[:, slot] + bias).argmax(-1))
         drafts.append(tokens)
     return torch.stack(drafts, 1)
 

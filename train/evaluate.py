@@ -32,7 +32,7 @@ def evaluate(config: Config, draft: Draft) -> dict:
     torch.set_num_threads(config.evaluate.threads)
     rollouts = read_rollouts(config.evaluate.rollouts, config.evaluate.max_tokens)
     verifier = HFVerifier(config.verifier.path, config.verifier.dtype, draft.spec.taps, config.verifier.trust_remote_code)
-    frozen = FrozenVerifier.load(config.verifier.path, torch.float32, torch.device("cpu"))
+    frozen = FrozenVerifier.load(config.verifier.path, torch.float32, torch.device("cpu"), draft.kept)
     draft.eval()
     started, decoded = time.monotonic(), []
     for first in range(0, len(rollouts), config.evaluate.batch_size):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
+import numpy as np
 import torch
 from datasets import Dataset, load_from_disk
 from torch import Tensor
@@ -14,10 +16,11 @@ from configs.schema import Config
 from extract.captured import RECORD, Captured
 from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
-from store.contract import Contract, ContractMismatch, DataContract, StateContract
+from store.contract import Contract, ContractMismatch, DataContract, StateContract, require_same
 from train import checkpoint
 from train.batch import Batch, block_size_at, place
-from train.draft import Draft, DraftContract, initialise
+from train.contract import DraftContract
+from train.draft import Draft, initialise
 from train.feed import Feed
 from train.handshake import Example, from_cache, from_engine, handshake
 from train.log import Log, Stopwatch, summarise
@@ -43,29 +46,58 @@ class Run:
     contracts: dict[str, Contract]
 
 
-def train(config: Config) -> None:
+def train(config: Config, from_draft: Path | None = None) -> None:
     """Train a draft as `config` says, or go on from the run's latest checkpoint; every rank of a torchrun world calls it.
 
-    Raises ContractMismatch (the engine, the data or the checkpoint are not what the recipe means) and NoStates.
+    from_draft: a checkpoint or a published draft whose weights a new run starts from. Raises ContractMismatch (the engine, the
+    data, the checkpoint or the draft are not what the recipe means), FormatError and NoStates.
     """
     with world() as ranks:
         torch.set_num_threads(config.train.threads)
         torch.set_float32_matmul_precision("high")
         dataset = load_from_disk(config.data.path).with_format("numpy")
         spec = DraftContract.resolve(config)
-        frozen = FrozenVerifier.load(config.verifier.path, torch.bfloat16 if ranks.device.type == "cuda" else torch.float32, ranks.device)
+        draft = _draft(config, spec, from_draft)
+        dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+        frozen = FrozenVerifier.load(config.verifier.path, dtype, ranks.device, draft.kept)
         source = StateSource(config, Pool(config), ranks.rank, ranks.size, keep=config.store.keep)
         feed = Feed(dataset, config, spec.hidden_size, source, ranks.rank, ranks.size)
         try:
             _agree(config, ranks, source, frozen, dataset)
             data = DataContract.model_validate_json((config.data.path / "data_contract.json").read_text())
             contracts = {"draft": spec, "states": source.contract, "data": data}
-            draft = Draft(spec).to(ranks.device)
+            draft.to(ranks.device)
             training = Run(config, ranks, feed, draft, frozen, build_optimizers(draft, config.train), contracts)
-            first = _start(training, dataset)
+            first = _start(training, dataset, warm=from_draft is None)
             _steps(training, first)
         finally:
             feed.close()
+
+
+def _draft(config: Config, spec: DraftContract, from_draft: Path | None) -> Draft:
+    """A draft as the recipe means it: random, or with the weights of `from_draft`, whose shape must be the same."""
+    if from_draft is None:
+        draft = Draft(spec)
+        initialise(draft, config.seed)
+        if spec.reduced:
+            draft.kept.copy_(_draft_vocabulary(config, spec))
+        return draft
+    draft = checkpoint.load_draft(from_draft)
+    free = {"loss_terms": spec.loss_terms, "block_size": spec.block_size, "max_position_embeddings": spec.max_position_embeddings}
+    require_same(spec, draft.spec.model_copy(update=free), f"{from_draft}: draft contract")
+    draft.spec = spec
+    return draft
+
+
+def _draft_vocabulary(config: Config, spec: DraftContract) -> Tensor:
+    """Token ids, ascending, of a reduced draft vocabulary, which data preparation counted."""
+    file = config.data.path / "draft_vocabulary.npy"
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing: prepare the data with draft.draft_vocab_size = {spec.draft_vocab_size}")
+    kept = torch.from_numpy(np.load(file)).long()
+    if len(kept) != spec.draft_vocab_size:
+        raise ContractMismatch(f"{file}: draft.draft_vocab_size: {spec.draft_vocab_size} here, {len(kept)} there")
+    return kept
 
 
 def _agree(config: Config, ranks: World, source: StateSource, frozen: FrozenVerifier, dataset: Dataset) -> None:
@@ -100,13 +132,12 @@ def _examples(config: Config, source: StateSource, dataset: Dataset, hidden_size
     return contract, from_engine(source, islice(prompts, 64), hidden_size)
 
 
-def _start(training: Run, dataset: Dataset) -> int:
-    """Weights of step `first`: the latest checkpoint's, or a warm start that rank 0 makes and shares."""
+def _start(training: Run, dataset: Dataset, warm: bool) -> int:
+    """Weights of step `first`: the latest checkpoint's, or rank 0's, after its warm start."""
     found = checkpoint.latest(training.config.run_dir / "checkpoints")
     if found:
         return checkpoint.resume(found, training.draft, training.optimizers, training.contracts)
-    if training.world.rank == 0:
-        initialise(training.draft, training.config.seed)
+    if training.world.rank == 0 and warm:
         warm_start(training.draft, training.frozen, dataset, _first_states(training), training.config)
     training.world.from_rank_0_(training.draft.state_dict().values())
     return 0
@@ -150,7 +181,7 @@ def _steps(training: Run, first: int) -> None:
             trouble = {"drops": dict(training.feed.source.drops), "retries": dict(training.feed.source.retries)}
             log.step({"step": done, **means, "lr": lr, "seconds": watch.seconds, **trouble})
         if ranks.rank == 0 and (done % config.train.checkpoint_every == 0 or done == total):
-            checkpoint.save(config.run_dir / "checkpoints", done, training.draft, training.optimizers, training.contracts)
+            checkpoint.save(config.run_dir / "checkpoints", done, training.draft, training.optimizers, training.contracts, training.config)
     if log:
         log.close()
 

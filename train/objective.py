@@ -3,8 +3,11 @@
 Per slot, with z the draft's logits (Markov bias included), p = softmax(z), q the teacher's distribution:
     ce         -log p[token of the data]
     ce_argmax  -log p[argmax q]
-    tv         1 - sum min(p, q)
+    tv         sum max(p - q, 0) = 1 - sum min(p, q)
     l1         2 tv = sum |p - q|
+With a reduced draft vocabulary p lives on the kept tokens and q keeps its normaliser over all of them: the overlap is what an
+engine would accept. A token that the draft cannot say costs no cross-entropy, and counts as missed.
+
 and, on the confidence head, the binary cross-entropy against sum min(p, q). Every term takes the slot's weight
 exp(-k / gamma). Sums are raw: the trainer divides them by the normaliser of the whole step, over all ranks.
 
@@ -23,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.schema import Loss
+from train.heads import Heads
 
 
 @dataclass
@@ -57,15 +61,15 @@ def slot_weights(block_size: int, gamma: float, device: torch.device | None = No
     return torch.exp(-torch.arange(block_size, device=device, dtype=torch.float32) / gamma)
 
 
-def slot_terms(slots: Slots, markov_w1: Tensor, markov_w2: Tensor, head: Tensor, loss: Loss) -> SlotTerms:
-    """Evaluate the vocabulary terms of all slots. head [V, Hd] is shared by draft and teacher; markov_w1, markov_w2 [V, r].
+def slot_terms(slots: Slots, markov_w1: Tensor, markov_w2: Tensor, heads: Heads, loss: Loss) -> SlotTerms:
+    """Evaluate the vocabulary terms of all slots. markov_w1 [V, r], markov_w2 [Vd, r].
 
-    Softmax statistics are fp32 (fp64 for fp64 inputs), matrix products have the dtype of `head`.
+    Softmax statistics are fp32 (fp64 for fp64 inputs), matrix products have the dtype of the heads.
     """
     order = torch.argsort(slots.teacher_row, stable=True)  # each teacher row is computed once, beside the slots that it teaches
-    bounds = list(_chunks(slots.teacher_row[order], head.shape[0], loss.chunk_bytes))
+    bounds = list(_chunks(slots.teacher_row[order], heads.verifier.shape[0], loss.chunk_bytes))
     embedding = F.embedding(slots.previous[order], markov_w1)
-    constants = (slots.labels[order], slots.weights[order], slots.teacher, slots.teacher_row[order], head)
+    constants = (slots.labels[order], slots.weights[order], slots.teacher, slots.teacher_row[order], heads)
     results = _ChunkedTerms.apply(slots.hidden[order], embedding, markov_w2, constants, bounds, loss.terms)
     back = torch.argsort(order)
     return SlotTerms(results[0], *(result[back] for result in results[1:]))
@@ -101,35 +105,38 @@ def _chunks(rows: Tensor, vocabulary: int, chunk_bytes: int) -> Iterator[tuple[i
 class _ChunkedTerms(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, embedding, markov_w2, constants, bounds, terms):
-        labels, weights, teacher, rows, head = constants
+        labels, weights, teacher, rows, heads = constants
         statistics = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=statistics, device=hidden.device)
         ce, tv = (torch.zeros(len(labels), dtype=statistics, device=hidden.device) for _ in range(2))
         accepted, label_hit = (torch.zeros(len(labels), dtype=torch.bool, device=hidden.device) for _ in range(2))
         train = any(ctx.needs_input_grad[:3])
         grads = [torch.zeros_like(x) for x in (hidden, embedding, markov_w2)] if train else []
+        dtype = heads.draft.dtype
         for start, stop in bounds:
             part = slice(start, stop)
             first = int(rows[start])
-            q = (teacher[first : int(rows[stop - 1]) + 1].to(head.dtype) @ head.mT).to(statistics).softmax(-1)
-            q = q[rows[part] - first]
-            z = (hidden[part].to(head.dtype) @ head.mT).to(statistics)
-            z = z + (embedding[part].to(head.dtype) @ markov_w2.to(head.dtype).mT).to(statistics)
-            best, label = q.argmax(-1), labels[part]
-            guess = z.argmax(-1)
-            log_normaliser = z.logsumexp(-1)
-            ce[part] = log_normaliser - z.gather(-1, label[:, None]).squeeze(-1)
-            ce_argmax = log_normaliser - z.gather(-1, best[:, None]).squeeze(-1)
+            q = heads.teacher_logits(teacher[first : int(rows[stop - 1]) + 1]).to(statistics)
+            q = (q - q.logsumexp(-1, keepdim=True)).exp_()  # as p below, so that equal logits give equal bits
+            best = q.argmax(-1)[rows[part] - first]
+            q = (q if heads.kept is None else q[:, heads.kept])[rows[part] - first]
+            z = heads.draft_logits(hidden[part]).to(statistics)
+            z = z + (embedding[part].to(dtype) @ markov_w2.to(dtype).mT).to(statistics)
+            guess, log_normaliser = heads.token_ids(z.argmax(-1)), z.logsumexp(-1)
+            targets = {name: heads.index_of(tokens) for name, tokens in (("ce", labels[part]), ("ce_argmax", best))}
+            values = {name: (log_normaliser - z.gather(-1, at[:, None]).squeeze(-1)) * can for name, (at, can) in targets.items()}
             p = z.sub_(log_normaliser[:, None]).exp_()
-            tv[part] = 1 - torch.minimum(p, q).sum(-1)
-            accepted[part], label_hit[part] = guess == best, guess == label
-            values = {"ce": ce[part], "ce_argmax": ce_argmax, "tv": tv[part], "l1": 2 * tv[part]}
+            values["tv"] = (p - q).clamp_min_(0).sum(-1)
+            values["l1"] = 2 * values["tv"]
+            ce[part], tv[part] = values["ce"], values["tv"]
+            accepted[part], label_hit[part] = guess == best, guess == labels[part]
             weight = weights[part].to(statistics)
             total += sum(alpha * (weight * values[name]).sum() for name, alpha in terms.items())
             if train:
-                _accumulate(
-                    grads, part, _logit_gradient(p, q, label, best, terms).mul_(weight[:, None]), hidden, embedding, markov_w2, head
-                )
+                gradient = _logit_gradient(p, q, targets, terms).mul_(weight[:, None]).to(dtype)
+                grads[0][part] = (gradient @ heads.draft).to(hidden.dtype)
+                grads[1][part] = (gradient @ markov_w2.to(dtype)).to(embedding.dtype)
+                grads[2] += (gradient.mT @ embedding[part].to(dtype)).to(markov_w2.dtype)
         ctx.save_for_backward(*grads)
         ctx.mark_non_differentiable(ce, tv, accepted, label_hit)
         return total, ce, tv, accepted, label_hit
@@ -139,22 +146,13 @@ class _ChunkedTerms(torch.autograd.Function):
         return *(gradient * upstream.to(gradient.dtype) for gradient in ctx.saved_tensors), None, None, None
 
 
-def _logit_gradient(p: Tensor, q: Tensor, label: Tensor, best: Tensor, terms: dict[str, float]) -> Tensor:
-    """d terms / dz of each slot [S, V]; overwrites p."""
+def _logit_gradient(p: Tensor, q: Tensor, targets: dict[str, tuple[Tensor, Tensor]], terms: dict[str, float]) -> Tensor:
+    """d terms / dz of each slot [S, Vd]; overwrites p. targets: entry of each slot's label, and whether there is one."""
     overlap = terms.get("tv", 0.0) + 2 * terms.get("l1", 0.0)
+    entropies = {name: terms[name] * can[:, None].to(p.dtype) for name, (_, can) in targets.items() if name in terms}
     below = (p <= q).to(p.dtype)
     mass = (p * below).sum(-1, keepdim=True)
-    cross_entropy = terms.get("ce", 0.0) + terms.get("ce_argmax", 0.0)
-    gradient = p.mul_((cross_entropy + overlap * mass) - overlap * below)
-    for name, target in (("ce", label), ("ce_argmax", best)):
-        if name in terms:
-            gradient.scatter_add_(-1, target[:, None], torch.full_like(mass, -terms[name]))
+    gradient = p.mul_(sum(entropies.values()) + overlap * mass - overlap * below)
+    for name, coefficient in entropies.items():
+        gradient.scatter_add_(-1, targets[name][0][:, None], -coefficient)
     return gradient
-
-
-def _accumulate(grads: list[Tensor], part: slice, gradient: Tensor, hidden, embedding, markov_w2, head) -> None:
-    """Push d/dz of one chunk into the gradients of hidden, Markov embedding and Markov output matrix."""
-    gradient = gradient.to(head.dtype)
-    grads[0][part] = (gradient @ head).to(hidden.dtype)
-    grads[1][part] = (gradient @ markov_w2.to(head.dtype)).to(embedding.dtype)
-    grads[2] += (gradient.mT @ embedding[part].to(head.dtype)).to(markov_w2.dtype)

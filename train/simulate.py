@@ -23,7 +23,7 @@ def accepted_everywhere(draft: Draft, frozen: FrozenVerifier, token_ids: list[in
     token_ids [T], of which the first `prompt` are the prompt; taps [T, m, H] of the same tokens. The response ends the data:
     a slot beyond it is not accepted.
     """
-    device, block = frozen.head.device, draft.spec.block_size
+    device, block = frozen.embedding.device, draft.spec.block_size
     tokens = torch.tensor(token_ids, device=device)
     context = draft.context(taps.to(device).flatten(1).float()[None], torch.arange(len(tokens), device=device)[None])
     padded = F.pad(tokens, (0, block), value=-1)
@@ -33,7 +33,7 @@ def accepted_everywhere(draft: Draft, frozen: FrozenVerifier, token_ids: list[in
         hidden = draft.block(slots[None], anchors[None], context)[0]
         follow = anchors[:, None] + torch.arange(block, device=device)
         bias = draft.markov_head.markov_w2(draft.markov_head.markov_w1(padded[follow].clamp_min(0)))
-        guess = ((hidden.to(frozen.head.dtype) @ frozen.head.mT).float() + bias).argmax(-1)
+        guess = frozen.heads.token_ids((frozen.heads.draft_logits(hidden) + bias).argmax(-1))
         counts += (guess == padded[follow + 1]).cumprod(1).sum(1).tolist()
     return counts
 

@@ -36,14 +36,15 @@ def run(draft: Draft, frozen: FrozenVerifier, batch: Batch, block_size: int, los
     states = batch.states.to(device, non_blocking=True)
     parts = [part for document in batch.documents if (part := _document(draft, frozen, document, states, block_size, device))]
     if not parts:
-        return Sums(torch.zeros((), device=device), torch.zeros(len(SUMS), dtype=torch.float64), torch.zeros(2, block_size).double())
+        counts = torch.tensor([0.0] * (len(SUMS) - 2) + [batch.tokens, len(batch.documents)], dtype=torch.float64)
+        return Sums(torch.zeros((), device=device), counts, torch.zeros(2, block_size).double())
     hidden, previous, labels, rows, position, valid = (torch.cat(column) for column in zip(*parts, strict=True))
 
     distinct, teacher_row = rows.unique(return_inverse=True)
     weights = weights_by_slot[position]
     slots = Slots(hidden, previous, labels, weights, frozen.final_norm(states[distinct, -1]), teacher_row)
     markov = draft.markov_head
-    terms = slot_terms(slots, markov.markov_w1.weight, markov.markov_w2.weight, frozen.head, loss)
+    terms = slot_terms(slots, markov.markov_w1.weight, markov.markov_w2.weight, frozen.heads, loss)
     logits = draft.confidence_head(hidden, F.embedding(previous, markov.markov_w1.weight))
     overlap = 1 - terms.tv
     objective = terms.weighted_sum + loss.confidence * confidence_sum(logits, overlap, weights)

@@ -34,7 +34,7 @@ def warm_start(draft: Draft, frozen: FrozenVerifier, dataset, states: Tensor, co
     if init.markov == "bigram":
         first, second = bigram_factors(bigram_counts(dataset, draft.spec.vocab_size), draft.spec.markov_rank)
         draft.markov_head.markov_w1.weight.copy_(first)
-        draft.markov_head.markov_w2.weight.copy_(second)
+        draft.markov_head.markov_w2.weight.copy_(second if draft.kept is None else second[draft.kept])
 
 
 def pass_last_tap(draft: Draft, config: Config) -> None:
@@ -57,9 +57,10 @@ def copy_layers(draft: Draft, frozen: FrozenVerifier, states: Tensor, config: Co
             tensor = read_tensor(config.verifier.path, rf"layers\.{first + number}\.{re.escape(name)}")
             if tensor is not None and tensor.shape == parameter.shape:
                 parameter.copy_(tensor)
-        # The nearest tap stands in for this layer's own input.
-        nearest = min(range(len(draft.spec.taps)), key=lambda i, at=first + number: abs(draft.spec.taps[i] - at))
-        x = layer.input_layernorm(states[:, nearest].float())
-        for projection, norm in ((layer.self_attn.q_proj, layer.self_attn.q_norm), (layer.self_attn.k_proj, layer.self_attn.k_norm)):
-            norm.weight.fill_(projection(x).square().mean().sqrt())
-    draft.norm.weight.copy_(FINAL_NORM_SCALE * frozen.norm)
+        if draft.spec.gqa:
+            # The nearest tap stands in for this layer's own input.
+            nearest = min(range(len(draft.spec.taps)), key=lambda i, at=first + number: abs(draft.spec.taps[i] - at))
+            x, own = layer.input_layernorm(states[:, nearest].float()), layer.self_attn
+            for projection, norm in ((own.q_proj, own.q_norm), (own.k_proj, own.k_norm)):
+                norm.weight.fill_(projection(x).square().mean().sqrt())
+    draft.norm.weight.copy_(FINAL_NORM_SCALE * frozen.heads.scale * frozen.norm)

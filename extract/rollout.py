@@ -1,0 +1,275 @@
+"""The verifier answers prompts: the text that a draft is trained on is what its verifier says.
+
+`python -m extract.rollout CONFIG --prompts FILE… --output FILE` (an extractor must be running)
+
+A prompt is a line {"id", "turns": [user's texts]}, whose turns are answered in order, or {"id", "messages": [...]}, whose last
+message is, after the others as given. A row is one answered turn: {"id", "prompt_ids", "response_ids", "finish_reason",
+"messages", "text"}, with the id "ID/2" for the second turn and so on. Token ids are the truth: a later turn's prompt is the
+earlier one's, the answer's own ids, and the template's text between. An interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema import Config, config_argument, parse
+from extract.pool import HOPELESS, ExtractionError, Pool
+from extract.render import RenderError, between_ids, load_tokenizer, prompt_ids, template_hash, tokenizer_hash
+from store.verifier import VerifierError
+
+OF_THE_PROMPT = HOPELESS | {"non_finite"}  # causes that cost a prompt and not the run
+SHOW_S = (0.5, 10.0)  # between two progress lines: on a terminal, in a log
+
+
+class RolloutError(Exception):
+    """Rollouts that cannot begin or go on; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation to hold: what is given, and the user's turns that are answered after it."""
+
+    id: str
+    given: list[dict]
+    turns: list[str]
+
+    def row_id(self, turn: int) -> str:
+        return self.id if turn == 0 else f"{self.id}/{turn + 1}"
+
+
+def read_prompts(files: list[Path]) -> list[Prompt]:
+    """All prompts, ids unique. Raises RolloutError with file and line."""
+    prompts: dict[str, Prompt] = {}
+    for file in files:
+        try:
+            lines = file.read_bytes().splitlines()
+        except OSError as error:
+            raise RolloutError(f"--prompts {file}: cannot be read ({error})") from None
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    prompt = _prompt(json.loads(line))
+                except (ValueError, TypeError, KeyError) as error:
+                    raise RolloutError(f'{file}:{number}: {error!r}; a line is {{"id": ..., "turns": ["..."]}}') from None
+                if prompt.id in prompts:
+                    raise RolloutError(f"{file}:{number}: id {prompt.id!r} is taken by an earlier prompt")
+                prompts[prompt.id] = prompt
+    if not prompts:
+        raise RolloutError("--prompts: no prompt in " + ", ".join(map(str, files)))
+    return list(prompts.values())
+
+
+def _prompt(row: dict) -> Prompt:
+    messages = row["messages"] if "messages" in row else [{"role": "user", "content": turn} for turn in row["turns"]]
+    if not messages or messages[-1]["role"] != "user" or not all(isinstance(message["content"], str) for message in messages):
+        raise ValueError("texts that end with a user's turn are expected")
+    first = len(messages) if "messages" not in row else 1
+    return Prompt(str(row["id"]), messages[: len(messages) - first], [message["content"] for message in messages[-first:]])
+
+
+class Rollouts:
+    """The output file: rows are only ever appended, and whole; beside it lie the settings that they were made with."""
+
+    def __init__(self, path: Path, settings: dict):
+        self.path, self.settings_path = path, path.with_name(path.name + ".settings.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._agree(settings)
+        self.done = self._read()
+        self._file = path.open("ab")
+
+    def append(self, row: dict) -> None:
+        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self.done[row["id"]] = row
+
+    def _agree(self, settings: dict) -> None:
+        if not self.path.exists() or not self.path.stat().st_size:
+            partial = self.settings_path.with_suffix(".partial")
+            partial.write_text(json.dumps(settings, indent=2) + "\n")
+            partial.replace(self.settings_path)
+            return
+        if not self.settings_path.exists():
+            raise RolloutError(f"{self.path}: not a file of this command ({self.settings_path.name} is missing)")
+        old = json.loads(self.settings_path.read_text())
+        if differ := [f"{key} {old.get(key)!r} then, {settings.get(key)!r} now" for key in settings if old.get(key) != settings[key]]:
+            raise RolloutError(f"{self.path}: has answers of other settings ({'; '.join(differ)}); give another --output")
+
+    def _read(self) -> dict[str, dict]:
+        """Rows by id; a last line that was not finished is cut off."""
+        data = self.path.read_bytes() if self.path.exists() else b""
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with self.path.open("r+b") as file:
+                file.truncate(whole)
+        try:
+            return {row["id"]: row for row in map(json.loads, data[:whole].splitlines())}
+        except (ValueError, TypeError, KeyError):
+            raise RolloutError(f"{self.path}: has a line that is no rollout; give another --output") from None
+
+
+class Answerer:
+    """Holds conversations with the verifier, `rollout.concurrency` of them at once."""
+
+    def __init__(self, config: Config, tokenizer, pool: Pool, done: dict[str, dict]):
+        self.config, self.tokenizer, self.pool, self.done = config, tokenizer, pool, dict(done)
+
+    def run(self, prompts: list[Prompt]) -> Iterator[dict | tuple[Prompt, int, Exception]]:
+        """Rows as they come, and for a turn that cannot be answered: its prompt, turn and reason. Raises RolloutError."""
+        todo: queue.SimpleQueue[Prompt] = queue.SimpleQueue()
+        results: queue.SimpleQueue = queue.SimpleQueue()
+        for prompt in prompts:
+            todo.put(prompt)
+
+        def work() -> None:
+            while True:
+                try:
+                    prompt = todo.get(block=False)
+                except queue.Empty:
+                    return
+                try:
+                    for row in self._converse(prompt):
+                        results.put(row)
+                except Exception as error:
+                    results.put(error)
+                results.put(None)  # this prompt is done
+
+        for _ in range(min(self.config.rollout.concurrency, len(prompts))):
+            threading.Thread(target=work, daemon=True).start()  # daemons: Ctrl-C does not wait for answers
+        left = len(prompts)
+        while left:
+            result = results.get()
+            if isinstance(result, Exception):
+                raise result
+            if result is None:
+                left -= 1
+            else:
+                yield result
+
+    def _converse(self, prompt: Prompt) -> Iterator[dict | tuple[Prompt, int, Exception]]:
+        messages, before = list(prompt.given), None
+        for turn, text in enumerate(prompt.turns):
+            user = {"role": "user", "content": text}
+            try:
+                if before is None:
+                    ids = prompt_ids(self.tokenizer, [*messages, user])
+                else:
+                    ids = before["prompt_ids"] + before["response_ids"]
+                    ids = ids + between_ids(self.tokenizer, messages[:-1], user, ids[-1])
+                messages.append(user)
+                row = self.done.get(prompt.row_id(turn))
+                if row is None:
+                    row = self._answer(prompt.row_id(turn), ids, messages)
+                    yield row
+                elif row["prompt_ids"] != ids:
+                    raise RolloutError(f"prompt {prompt.row_id(turn)!r} is not the one that was answered; give another --output")
+            except (RenderError, ExtractionError) as error:
+                yield prompt, turn, error
+                return
+            messages.append({"role": "assistant", "content": row["text"]})
+            before = row
+
+    def _answer(self, row_id: str, ids: list[int], messages: list[dict]) -> dict:
+        """One answered turn. Raises ExtractionError for a prompt that cannot be answered, RolloutError where nobody answers."""
+        settings, seed = self.config.rollout, zlib.crc32(f"{self.config.seed}/{row_id}".encode())  # the same in any order
+        for attempt in range(self.config.pool.attempts):
+            try:
+                response, reason = self.pool.complete(ids, settings.max_tokens, settings.temperature, seed)
+                break
+            except ExtractionError as error:
+                if error.cause in OF_THE_PROMPT:
+                    raise
+                failure = error
+                time.sleep(min(5.0, 0.2 * 2**attempt))
+        else:
+            raise RolloutError(f"prompt {row_id!r}: {self.config.pool.attempts} attempts failed, the last one: {failure.cause}: {failure}")
+        text = self.tokenizer.decode(response, skip_special_tokens=True)
+        messages = [*messages, {"role": "assistant", "content": text}]
+        return dict(id=row_id, prompt_ids=ids, response_ids=response, finish_reason=reason, messages=messages, text=text)
+
+
+class Progress:
+    """One line that is rewritten on a terminal, now and then a line in a log."""
+
+    def __init__(self, total: int, already: int):
+        self.total, self.already = total, already
+        self.rows = self.tokens = 0
+        self.begun = time.monotonic()
+        self.terminal = sys.stderr.isatty()
+        self.shown = self.begun
+
+    def add(self, row: dict) -> None:
+        self.rows, self.tokens = self.rows + 1, self.tokens + len(row["response_ids"])
+        now = time.monotonic()
+        if now - self.shown >= SHOW_S[not self.terminal]:
+            self.shown = now
+            print(self.line(), end="\r" if self.terminal else "\n", file=sys.stderr, flush=True)
+
+    def line(self) -> str:
+        seconds = time.monotonic() - self.begun
+        left = self.total - self.already - self.rows
+        eta = f"{left * seconds / self.rows:.0f} s left" if self.rows else "waiting for the first answer"
+        return f"rollout: {self.already + self.rows} of {self.total} answers, {self.tokens / seconds:.0f} tok/s, {eta}   "
+
+
+def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool: Pool) -> Counter:
+    """Answer what is not answered yet; counts of rows by finish reason or, where there is none, by cause. Raises RolloutError."""
+    sampling = config.rollout
+    settings = {
+        "verifier": pool.contract().verifier,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "template": template_hash(tokenizer),
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "seed": config.seed if sampling.temperature else None,
+    }
+    rollouts = Rollouts(output, settings)
+    rows = [prompt.row_id(turn) for prompt in prompts for turn in range(len(prompt.turns))]
+    progress = Progress(len(rows), sum(row in rollouts.done for row in rows))
+    counts: Counter[str] = Counter()
+    for result in Answerer(config, tokenizer, pool, rollouts.done).run(prompts):
+        if isinstance(result, dict):
+            rollouts.append(result)
+            progress.add(result)
+            continue
+        prompt, turn, error = result
+        cause = getattr(error, "cause", "template")
+        counts[cause] += len(prompt.turns) - turn
+        print(f"rollout: {prompt.row_id(turn)}: {cause}: {error}", file=sys.stderr, flush=True)
+    print(progress.line().partition(" tok/s")[0] + " tok/s", file=sys.stderr)
+    counts.update(rollouts.done[row]["finish_reason"] for row in rows if row in rollouts.done)
+    return counts
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="extract.rollout", description=__doc__.splitlines()[0])
+    config_argument(parser)
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True, metavar="FILE", help="JSONL of prompts")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL of answers; continued if it is there")
+    args, config = parse(parser, argv)
+    try:
+        prompts = read_prompts(args.prompts)
+        counts = rollout(config, prompts, args.output, load_tokenizer(config.verifier), Pool(config))
+    except (ExtractionError, OSError, RenderError, RolloutError, VerifierError) as error:
+        print(f"extract.rollout: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nextract.rollout: interrupted; the same command goes on where {args.output} ends", file=sys.stderr)
+        return 130
+    answered, cut = counts["stop"] + counts["length"], counts["length"]
+    refused = {cause: count for cause, count in counts.items() if cause not in ("stop", "length")}
+    print(f"{args.output}: {answered} answers, {cut} of them cut at rollout.max_tokens, refused: {refused or 'none'}")
+    return 0 if answered else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
