@@ -104,7 +104,7 @@ def command_line(config: Config, node_rank: int, master_addr: str, master_port: 
         )
     layers = text_config(verifier.path)["num_hidden_layers"]
     if wrong := [tap for tap in config.draft.taps if tap >= layers]:
-        raise ConfigError(f"draft.taps: {wrong} (the verifier has {layers} layers; its last state is always taken, apart from the taps)")
+        raise ConfigError(f"draft.taps: {wrong}: {verifier.path} has {layers} layers, so a tap is one of 0..{layers - 1}")
     ours: dict[str, Any] = {
         "model": verifier.path,
         "dtype": verifier.dtype,
