@@ -10,8 +10,11 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import signal
 import socket
 import sys
+import threading
+import time
 import uuid
 from typing import Any
 
@@ -22,6 +25,12 @@ from store.verifier import fingerprint, text_config
 
 SUPPORTED = "0.32."  # the connector's interface calls itself experimental: another release has to be tried first
 SHUTDOWN_S = 10  # the middleware has drained by then; this is for the engine's own tidying
+KEEPALIVE = {
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,  # seconds
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 3,
+}
 
 # Flags of vLLM that a recipe cannot pass, and what sets them instead.
 OURS = {
@@ -59,8 +68,12 @@ def run(config: Config, node_rank: int = 0, master_addr: str = "127.0.0.1", mast
     """
     flags = command_line(config, node_rank, master_addr, master_port)
     _require_vllm()
-    # Threads are counted, not pinned: servers of one machine would all be pinned to the same cores.
-    defaults = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.extract.threads), "VLLM_NO_USAGE_STATS": "1"}
+    defaults = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # not to cores: servers of one machine would all choose the same
+        "OMP_NUM_THREADS": str(config.extract.threads),
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # seconds; longer than clients keep a connection, so that no ask meets a closing one
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     if config.extract.nodes > 1:
         defaults |= _interface(master_addr, master_port)
     for name, value in defaults.items():
@@ -84,6 +97,7 @@ def run(config: Config, node_rank: int = 0, master_addr: str = "127.0.0.1", mast
         from vllm.entrypoints.cli.serve import run_headless
 
         args.api_server_count = 0
+        threading.Thread(target=_end_with, args=(master_addr, master_port), daemon=True).start()
         run_headless(args)
     else:
         import uvloop
@@ -202,6 +216,26 @@ def _interface(master_addr: str, master_port: int) -> dict[str, str]:
         raise ConfigError(f"--master-addr {master_addr}: no route to it ({error.strerror or error})") from None
     names = [name for name, known in psutil.net_if_addrs().items() if address in (item.address for item in known)]
     return {"VLLM_HOST_IP": address, "GLOO_SOCKET_IFNAME": names[0], "NCCL_SOCKET_IFNAME": names[0]}
+
+
+def _end_with(master_addr: str, master_port: int) -> None:
+    """End this node when node 0 ends: its rank would wait for the next step for ever.
+
+    A silent connection to the port where node 0's rank gathers the others lasts as long as that rank does.
+    """
+    while True:
+        try:
+            head = socket.create_connection((master_addr, master_port), timeout=5)
+            break
+        except OSError:  # it is still loading
+            time.sleep(1)
+    head.settimeout(None)
+    for option, value in KEEPALIVE.items():  # a node that lost its power closes nothing
+        head.setsockopt(*option, value)
+    with contextlib.suppress(OSError):
+        head.recv(1)
+    print(f"extract.serve: node 0 ({master_addr}) has ended", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _require_vllm() -> None:

@@ -102,7 +102,7 @@ def test_a_rollout_publishes_its_own_states(vllm_extractor):
 @pytest.mark.ends_server
 def test_sigterm_loses_none_of_those_taken(vllm_extractor):
     """Draining refuses what is new, publishes what was taken, and exits 0."""
-    running, count, causes = vllm_extractor, 48, set()
+    running, count, causes = vllm_extractor, 32, set()  # they fit in the store together
     pool, store = Pool(running.config), open_store(running.config.store)
     with httpx.Client(base_url=running.url, trust_env=False, timeout=60) as late, ThreadPoolExecutor(count) as askers:
         assert late.get("/health").status_code == 200  # a connection that the server knows when it begins to drain
