@@ -8,9 +8,9 @@ tensor-parallel rank. A request that names a sample (`kv_transfer_params: {"samp
                 thread checks and puts it; what became of it goes back with a later step, also where it failed
     scheduler   has every rank's report: publishes the manifest, or removes what was put, and tells the API server the verdict
 
-`extract.middleware` in the API server's process holds the response until the verdict. Verdicts travel there as Unix datagrams:
-the kernel keeps order and whole messages, no thread or port is needed, and an abstract address leaves no file behind.
-Requests that name no sample are not looked at. Aborted ones publish nothing.
+Requests that name no sample go the same way without a copy: whether they are finite is a verdict too. Aborted ones publish
+nothing. `extract.middleware` in the API server's process holds each response until the verdict. Verdicts travel there as Unix
+datagrams: the kernel keeps order and whole messages, no thread or port is needed, an abstract address leaves no file behind.
 """
 
 from __future__ import annotations
@@ -74,11 +74,10 @@ class StateConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self.group, self.block_size = _hidden_state_group(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = Scheduler(vllm_config)
         else:
-            self.worker = Worker(vllm_config, self.block_size)
+            self.worker = Worker(vllm_config, kv_cache_config, *_hidden_state_group(kv_cache_config))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -88,7 +87,7 @@ class StateConnector(KVConnectorBase_V1, SupportsHMA):
     # scheduler side
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.finished(request, block_ids[self.group] if self.group < len(block_ids) else []), None
+        return self.scheduler.finished(request, block_ids), None
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Saves:
         return Saves(self.scheduler.take_saves(), idle=scheduler_output.total_num_scheduled_tokens == 0)
@@ -136,10 +135,12 @@ class StateConnector(KVConnectorBase_V1, SupportsHMA):
 
 @dataclass
 class _Open:
-    """A sample between its request's end and its verdict."""
+    """A request between its end and its verdict."""
 
-    sample: str
+    ticket: str | None  # what the API server knows it by; None: it does not ask
+    sample: str | None
     token_ids: list[int]
+    failure: Failure | None  # it ended without an answer
     reports: dict[int, Slice | Failure | None] = field(default_factory=dict)
 
 
@@ -158,18 +159,23 @@ class Scheduler:
         self.verdicts.settimeout(VERDICT_S)
         self.address = "\0" + extra["verdicts"]
 
-    def finished(self, request: Request, blocks: list[int]) -> bool:
-        """Whether the request's blocks must be held until the ranks have copied them."""
+    def finished(self, request: Request, blocks: tuple[list[int], ...]) -> bool:
+        """Whether the request's blocks must be held until the ranks have looked at them.
+
+        Every request is looked at: one that is not finite must not leave its blocks to the next.
+        """
         params = request.kv_transfer_params or {}
-        if "sample" not in params:
+        ticket = params.get("sample") or params.get("ticket")
+        answered = request.status in ANSWERED
+        failure = None if answered else Failure("engine", f"the request ended as {request.status.name}")
+        rows = min(request.num_computed_tokens, request.num_tokens - 1)  # the last generated token was never an input
+        if not rows:
+            self.publisher.submit(self._tell, ticket, failure)
             return False
-        if request.status not in ANSWERED:
-            self.publisher.submit(self._tell, params["sample"], Failure("engine", f"the request ended as {request.status.name}"))
-            return False
-        # The last generated token was never an input, so it has no state.
-        tokens = list(request.all_token_ids)[:-1] if params.get("include_output_tokens") else list(request.prompt_token_ids)
-        self.open[request.request_id] = _Open(params["sample"], tokens)
-        self.saves.append(Save(request.request_id, params["sample"], len(tokens), list(blocks)))
+        sample = params.get("sample") if answered else None
+        token_ids = list(request.all_token_ids if params.get("include_output_tokens") else request.prompt_token_ids)[:rows]
+        self.open[request.request_id] = _Open(ticket, sample, token_ids, failure)
+        self.saves.append(Save(request.request_id, sample, len(token_ids), rows, tuple(map(list, blocks))))
         return True
 
     def take_saves(self) -> list[Save]:
@@ -184,9 +190,9 @@ class Scheduler:
 
     def _conclude(self, done: _Open) -> None:
         slices = [report for report in done.reports.values() if isinstance(report, Slice)]
-        failure = next((report for report in done.reports.values() if isinstance(report, Failure)), None)
+        failure = done.failure or next((report for report in done.reports.values() if isinstance(report, Failure)), None)
         try:
-            if failure is None:
+            if failure is None and done.sample:
                 publish(self.store, done.sample, self.contract, done.token_ids, slices)
         except Exception as error:  # whatever it is, an asker waits for the verdict
             failure = Failure.of(error)
@@ -195,14 +201,16 @@ class Scheduler:
                 self.store.remove([piece.object for piece in slices])
             except StoreError as error:
                 log.warning("%s: its slices could not be removed (%s)", done.sample, error)
-        self._tell(done.sample, failure)
+        self._tell(done.ticket, failure, published=done.sample is not None and failure is None)
 
-    def _tell(self, sample: str, failure: Failure | None) -> None:
-        verdict = {"sample": sample} | ({"cause": failure.cause, "message": failure.message} if failure else {})
+    def _tell(self, ticket: str | None, failure: Failure | None, published: bool = False) -> None:
+        if ticket is None:
+            return
+        verdict = {"ticket": ticket, "published": published} | ({"cause": failure.cause, "message": failure.message} if failure else {})
         try:
             self.verdicts.sendto(json.dumps(verdict).encode(), self.address)
         except OSError as error:
-            log.error("%s: the API server does not take its verdict (%s)", sample, error)
+            log.error("%s: the API server does not take its verdict (%s)", ticket, error)
 
     def close(self) -> None:
         self.publisher.shutdown()

@@ -1,8 +1,8 @@
-"""The door of vLLM's HTTP server (`--middleware extract.middleware.Gate`): 200 means readable.
+"""The door of vLLM's HTTP server (`--middleware extract.middleware.Gate`): 200 means readable, and finite.
 
-vLLM answers a request before its ranks have put the states. So the answer to a request that names a sample is held here until
-the connector's verdict. Also here: reasons for prompts that cannot be served, 503 while draining, `/contract`, and the
-registration in the run's folder. Everything else is vLLM's own.
+vLLM answers a request before its ranks have looked at its states and put them. So each answer is held here until the
+connector's verdict. Also here: reasons for prompts that cannot be served, 503 while draining, `/contract`, and the registration
+in the run's folder. Everything else is vLLM's own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import logging
 import signal
 import socket
+import uuid
 
 from configs.schema import Config
 from extract.engine_vllm import state_contract
@@ -31,7 +32,7 @@ class Gate:
 
     def __init__(self, app):
         self.app = app
-        self.waiting: dict[str, asyncio.Future[ExtractionError | None]] = {}  # sample -> its verdict: None for published
+        self.waiting: dict[str, asyncio.Future[ExtractionError | None]] = {}  # ticket -> its verdict: None for good
         self.in_flight = 0
         self.draining = False
         self.tasks: set[asyncio.Task] = set()
@@ -56,27 +57,29 @@ class Gate:
             body = await _read(receive)
             if body is None:
                 return
-            sample = self._sample(body)
-            if sample is None:
-                await self.app(scope, _replay(body, receive), send)
-            else:
-                await self._hold(scope, receive, send, body, sample)
+            await self._hold(scope, receive, send, *self._ticket(body))
         except ExtractionError as error:
             await _respond(send, *refusal(error.cause, str(error)))
         finally:
             self.in_flight -= 1
 
-    def _sample(self, body: bytes) -> str | None:
-        """The sample that a request names, if any. Raises ExtractionError where the engine could not do what is asked."""
+    def _ticket(self, body: bytes) -> tuple[bytes, str, str | None]:
+        """The body for the engine, the ticket that its verdict will carry, and the sample that the request names, if any.
+
+        Raises ExtractionError where the engine could not do what is asked.
+        """
         ask = read_body(body)
         check_prompt(ask.prompt, ask.max_tokens, self.max_model_len, self.vocab_size)
+        if ask.sample is None:
+            ticket = uuid.uuid4().hex
+            return json.dumps({**json.loads(body), "kv_transfer_params": {"ticket": ticket}}).encode(), ticket, None
         if ask.sample in self.waiting:
             raise ExtractionError("bad_request", f"{ask.sample} is being made already: each attempt has a name of its own")
-        return ask.sample
+        return body, ask.sample, ask.sample
 
-    async def _hold(self, scope, receive, send, body: bytes, sample: str) -> None:
-        """Serve a request that names a sample; whoever asked and does not get the 200 leaves nothing in the store."""
-        verdict = self.waiting[sample] = asyncio.get_running_loop().create_future()
+    async def _hold(self, scope, receive, send, body: bytes, ticket: str, sample: str | None) -> None:
+        """Hold the answer until the verdict. Whoever asked and does not get the 200 leaves nothing in the store."""
+        verdict = self.waiting[ticket] = asyncio.get_running_loop().create_future()
         answer: list[dict] = []
         delivered = False
         try:
@@ -92,8 +95,8 @@ class Gate:
                     await send(message)
                 delivered = True
         finally:
-            del self.waiting[sample]
-            if not delivered and verdict.done() and verdict.result() is None:
+            del self.waiting[ticket]
+            if sample and not delivered and verdict.done() and verdict.result() is None:
                 self._discard(sample)
 
     async def _asker_waits(self, verdict: asyncio.Future, receive) -> bool:
@@ -114,12 +117,12 @@ class Gate:
                 told = json.loads(self.verdicts.recv(VERDICT_BYTES))
             except BlockingIOError:
                 return
-            sample, failure = told["sample"], ExtractionError(told["cause"], told["message"]) if "cause" in told else None
-            verdict = self.waiting.get(sample)
+            ticket, failure = told["ticket"], ExtractionError(told["cause"], told["message"]) if "cause" in told else None
+            verdict = self.waiting.get(ticket)
             if verdict is not None and not verdict.done():
                 verdict.set_result(failure)
-            elif failure is None:
-                self._discard(sample)  # published, but its asker has gone
+            elif told["published"]:
+                self._discard(ticket)  # its asker has gone
 
     def _discard(self, sample: str) -> None:
         async def remove() -> None:

@@ -128,11 +128,12 @@ def test_64_completions_at_once_are_greedy_and_publish_nothing(pool, verifier):
         assert torch.equal(logits.argmax(-1)[clear], torch.tensor(response)[clear])
 
 
-def test_sampling_is_repeatable_whoever_else_runs(pool):
+def test_sampling_is_repeatable_whoever_else_runs(running, pool):
     prompt = tokens(9)
     with ThreadPoolExecutor(12) as askers:
         crowded = list(askers.map(lambda seed: pool.complete(prompt, 20, temperature=0.5, seed=seed), range(12)))
-    assert crowded[3] == pool.complete(prompt, 20, temperature=0.5, seed=3)
+    if running.config.extract.engine == "transformers":  # vLLM does not promise it
+        assert crowded[3] == pool.complete(prompt, 20, temperature=0.5, seed=3)
     assert len({tuple(ids) for ids, _ in crowded}) > 6
 
 
@@ -224,8 +225,7 @@ def test_non_finite_completions_leave_their_slot_clean(running, pool):
         with ThreadPoolExecutor(16) as askers:
             answers = [askers.submit(pool.complete, prompt, 30) for prompt in [bad, good] * 8]
         assert all(answer.result() == before for answer in answers[1::2])
-        if running.config.extract.engine == "transformers":  # vLLM samples from logits that are not finite
-            assert {answer.exception().cause for answer in answers[::2]} == {"non_finite"}
+        assert {answer.exception().cause for answer in answers[::2]} == {"non_finite"}
 
 
 def test_an_asker_that_goes_away_leaves_nothing(running, pool, store):
