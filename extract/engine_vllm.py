@@ -24,7 +24,7 @@ from store.contract import StateContract
 from store.verifier import fingerprint, text_config
 
 SUPPORTED = "0.32."  # the connector's interface calls itself experimental: another release has to be tried first
-SHUTDOWN_S = 10  # the middleware has drained by then; this is for the engine's own tidying
+SHUTDOWN_S = 30  # the middleware has drained by then; this is for the engine's own tidying, which takes seconds
 KEEPALIVE = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,  # seconds
