@@ -4,7 +4,6 @@ PY := .venv/bin/python
 CONFIG := configs/smollm2_embedded.yaml
 RUN := runs/smollm2_embedded
 PROMPTS := configs/demo_prompts.jsonl
-HELD_OUT := configs/demo_held_out.jsonl
 VERIFIER := verifiers/SmolLM2-135M-Instruct
 REQUIRE := 1.35
 
@@ -22,10 +21,9 @@ demo: $(RUN)/data/data_contract.json
 	$(PY) -m slurm.launch $(CONFIG)
 	$(PY) -m train.evaluate $(CONFIG) --require $(REQUIRE)
 
-# The verifier's answers, one launch for each file of prompts. What is interrupted goes on where it was.
+# The verifier's answers, with both cores since nothing trains yet. What is interrupted goes on where it was.
 $(RUN)/data/data_contract.json: | $(VERIFIER)/config.json
-	$(PY) -m slurm.launch $(CONFIG) -- python -m extract.rollout $(CONFIG) --prompts $(PROMPTS) --output $(RUN)/rollouts.jsonl
-	$(PY) -m slurm.launch $(CONFIG) -- python -m extract.rollout $(CONFIG) --prompts $(HELD_OUT) --output $(RUN)/held_out_rollouts.jsonl
+	$(PY) -m slurm.launch $(CONFIG) extract.threads=2 -- python -m extract.rollout $(CONFIG) --prompts $(PROMPTS) --output $(RUN)/rollouts.jsonl
 	$(PY) extract/prepare_data.py $(CONFIG) --data $(RUN)/rollouts.jsonl --output $(RUN)/data
 
 $(VERIFIER)/config.json: | .venv/installed

@@ -42,6 +42,7 @@ class Rollout:
     prompt_ids: list[int]
     response_ids: list[int]
     finish_reason: str
+    asked: list[dict] | None = None  # of a later turn: what the first one answered
 
 
 def read_row(row: object) -> Conversation | Rollout:
@@ -76,7 +77,10 @@ def _rollout(row: dict) -> Rollout:
         raise Dropped("empty_turn", "a rollout without " + ("response" if row["prompt_ids"] else "prompt"))
     if row.get("finish_reason") not in ("stop", "length"):
         raise Dropped("unfinished", f"finish_reason {row.get('finish_reason')!r}, not stop or length")
-    return Rollout(row["prompt_ids"], row["response_ids"], row["finish_reason"])
+    messages = row.get("messages")
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages] if isinstance(messages, list) else []
+    asked = messages[: roles.index("assistant")] if roles.count("assistant") > 1 else None
+    return Rollout(row["prompt_ids"], row["response_ids"], row["finish_reason"], asked)
 
 
 def _turns(row: dict) -> list:

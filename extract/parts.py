@@ -16,19 +16,21 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain, count, islice, takewhile
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from tokenizers import Encoding
 
 from configs.schema import Config
 from extract.conversations import Dropped, Rollout, read_row
-from extract.render import load_tokenizer, stop_ids
+from extract.render import RenderError, load_tokenizer, prompt_ids, stop_ids
 from extract.rows import Chunk, DataError, Source, chunks
-from extract.supervise import Supervisor
+from extract.supervise import Rendered, Supervisor
 from store.verifier import text_config
 
+BATCH = 64  # rows encoded together
 SCHEMA = pa.schema(
     [
         ("id", pa.string()),
@@ -54,6 +56,20 @@ class Part:
         return table, json.loads(table.schema.metadata[b"chunk"])
 
 
+@dataclass(frozen=True)
+class Made:
+    """A row that is kept: ids int32 [T], mask uint8 [T]; `finish_reason` of a rollout, "" of a conversation.
+
+    prompt: what the first answer of the conversation was given, by which rows are held out together.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    prompt: np.ndarray
+    finish_reason: str
+    cut: bool
+
+
 class Maker:
     """One process's tokenizer and what it makes of rows. Raises RenderError, VerifierError as `load_tokenizer` does."""
 
@@ -64,46 +80,65 @@ class Maker:
         self.supervisor = Supervisor(self.tokenizer, stop_ids(config.verifier, self.tokenizer), config.data.turns)
         self.vocab_size = text_config(config.verifier.path).get("vocab_size", len(self.tokenizer))
 
-    def row(self, row: object) -> tuple[np.ndarray, np.ndarray, str, bool]:
-        """ids int32 [T], mask uint8 [T], finish reason of a rollout ("" of a conversation), whether it was cut. Raises Dropped."""
+    def rows(self, rows: list[object]) -> list[Made | Dropped]:
+        """What becomes of each row; step by step for all of them, since that is kinder to caches than row by row."""
+        items = [_attempt(self._read, row) for row in rows]
+        encodings = iter(self.supervisor.encode([item.text for item in items if isinstance(item, Rendered)]))
+        return [_attempt(self._make, item, next(encodings) if isinstance(item, Rendered) else None) for item in items]
+
+    def _read(self, row: object) -> Rendered | Rollout:
         if isinstance(row, Dropped):
             raise row
         item = read_row(row)
+        return item if isinstance(item, Rollout) else self.supervisor.render(item)
+
+    def _make(self, item: Rendered | Rollout | Dropped, encoding: Encoding | None) -> Made:
+        if isinstance(item, Dropped):
+            raise item
         if isinstance(item, Rollout):
             ids = np.array(item.prompt_ids + item.response_ids)
             if ids.max() >= self.vocab_size:
                 raise Dropped("bad_ids", f"token {ids.max()}, the verifier has {self.vocab_size}")
             ids, mask = ids.astype(np.int32), (np.arange(len(ids)) >= len(item.prompt_ids)).astype(np.uint8)
         else:
-            ids, mask = self.supervisor.tokenise(item, self.data.length)
+            ids, mask = self.supervisor.supervise(item, encoding, self.data.length)
         end = fitting(mask, self.data.length, self.data.cut)
         supervised = int(mask[:end].sum())
         if supervised < self.data.min_supervised:
             raise Dropped("few_supervised", f"{supervised} tokens, data.min_supervised is {self.data.min_supervised}")
-        return ids[:end], mask[:end], item.finish_reason if isinstance(item, Rollout) else "", end < len(ids)
+        reason = item.finish_reason if isinstance(item, Rollout) else ""
+        return Made(ids[:end], mask[:end], self._prompt(item, ids, mask), reason, end < len(ids))
+
+    def _prompt(self, item: Rendered | Rollout, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Ids of what the first answer was given; where later ones are supervised alone it is rendered again."""
+        asked = item.asked if isinstance(item, Rollout) else None
+        if isinstance(item, Rendered) and self.data.turns == "last":
+            asked = list(takewhile(lambda message: message["role"] != "assistant", item.messages))
+        try:
+            return ids[: mask.argmax()] if asked is None else np.array(prompt_ids(self.tokenizer, asked), np.int32)
+        except RenderError:
+            return ids[: mask.argmax()]
 
     def part(self, chunk: Chunk, path: Path) -> int:
         """Write the part of a chunk, complete or not at all; the number of rows kept."""
         columns, drops, finished, rows, cut = [[] for _ in SCHEMA], [], {}, 0, 0
-        for number, row in chunk.parse():
-            rows += 1
-            try:
-                ids, mask, reason, shortened = self.row(row)
-            except Dropped as drop:
-                drops.append([number, drop.cause, drop.detail[:200]])
-                continue
-            except Exception as error:  # one row costs one row; a fault of ours shows in the report under its own cause
-                drops.append([number, "failed", f"{type(error).__name__}: {error}"[:200]])
-                continue
-            cut += shortened
-            if reason:
-                finished[reason] = finished.get(reason, 0) + 1
-            content = hashlib.blake2b(ids.tobytes() + mask.tobytes(), digest_size=16, key=self.seed)
-            prompt = hashlib.blake2b(ids[: mask.argmax()].tobytes(), digest_size=8, key=self.seed)
-            name = _identity(row) or f"{chunk.source.name}:{number}"
-            values = (name, ids, mask, number, content.digest(), int.from_bytes(prompt.digest(), "little"))
-            for column, value in zip(columns, values, strict=True):
-                column.append(value)
+        read = chunk.parse()
+        while batch := list(islice(read, BATCH)):
+            rows += len(batch)
+            for (number, row), made in zip(batch, self.rows([row for _, row in batch]), strict=True):
+                if isinstance(made, Dropped):
+                    drops.append([number, made.cause, made.detail[:200]])
+                    continue
+                cut += made.cut
+                if made.finish_reason:
+                    finished[made.finish_reason] = finished.get(made.finish_reason, 0) + 1
+                content = hashlib.blake2b(made.ids, digest_size=16, key=self.seed)
+                content.update(made.mask)
+                prompt = hashlib.blake2b(made.prompt, digest_size=8, key=self.seed)
+                name = _identity(row) or f"{chunk.source.name}:{number}"
+                values = (name, made.ids, made.mask, number, content.digest(), int.from_bytes(prompt.digest(), "little"))
+                for column, value in zip(columns, values, strict=True):
+                    column.append(value)
         about = {"rows": rows, "cut": cut, "finished": finished, "drops": drops}
         schema = SCHEMA.with_metadata({"chunk": json.dumps(about)})
         arrays = [
@@ -116,6 +151,16 @@ class Maker:
             stream.write(table)
         os.replace(partial, path)
         return table.num_rows
+
+
+def _attempt(step: Callable, *given: object) -> object:
+    """What `step` returns, or the drop that it raises."""
+    try:
+        return step(*given)
+    except Dropped as drop:
+        return drop
+    except Exception as error:  # one row costs one row; a fault of ours shows in the report under its own cause
+        return Dropped("failed", f"{type(error).__name__}: {error}")
 
 
 def fitting(mask: np.ndarray, length: int, cut: str) -> int:
@@ -186,8 +231,8 @@ def _collect(running: dict[Future, Chunk], progress: Callable[[int, int], None])
 def _begin(config: Config) -> None:
     global _maker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    _maker = Maker(config)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    _maker = Maker(config)
 
 
 def _end_with_parent() -> None:

@@ -147,12 +147,11 @@ def print_rows(config: Config, sources: list[Source], number: int) -> None:
     for chunk in chain.from_iterable(map(chunks, sources)):
         for at, row in chunk.parse():
             title = f"{chunk.source.name}:{at}"
-            try:
-                ids, mask, *_ = maker.row(row)
-            except Dropped as drop:
-                console.print(f"{title}: dropped, {drop}", style="yellow", markup=False)
+            [made] = maker.rows([row])
+            if isinstance(made, Dropped):
+                console.print(f"{title}: dropped, {made}", style="yellow", markup=False)
                 continue
-            show(console, title, [maker.tokenizer.decode([token]) for token in ids], mask)
+            show(console, title, [maker.tokenizer.decode([token]) for token in made.ids], made.mask)
             if not (number := number - 1):
                 return
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -48,7 +49,10 @@ def stop_ids(verifier: Verifier, tokenizer: PreTrainedTokenizerBase) -> frozense
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], tools: list[dict] | None = None, prompt: bool = False) -> str:
     """The conversation as text; with `prompt` also what makes the verifier answer next. Raises RenderError."""
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt, tokenize=False)
+        if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:  # some bring their own
+            return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt, tokenize=False)
+        template = tokenizer.get_chat_template(tools=tools)  # what that method does, but its look-ups only once
+        return render_jinja_template([messages], tools, None, template, add_generation_prompt=prompt, **_special_tokens(tokenizer))[0][0]
     except Exception as error:  # a template is foreign code: what it raises on a strange conversation is its verdict
         raise RenderError(_one_line(error)) from None
 
@@ -80,7 +84,7 @@ def generated_spans(tokenizer: PreTrainedTokenizerBase, messages: list[dict], to
     """Character ranges of `render` that the template marks as generated."""
     template = tokenizer.get_chat_template(tools=tools)
     texts, spans = render_jinja_template(
-        [messages], tools, chat_template=template, return_assistant_tokens_mask=True, **tokenizer.special_tokens_map
+        [messages], tools, chat_template=template, return_assistant_tokens_mask=True, **_special_tokens(tokenizer)
     )
     if texts[0] != render(tokenizer, messages, tools):
         raise RenderError("the template's own marks belong to another text")
@@ -97,6 +101,11 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """16 hex digits of everything that turns messages into text."""
     template = json.dumps([tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True)
     return hashlib.sha256(template.encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=8)
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    return tokenizer.special_tokens_map
 
 
 def _one_line(error: Exception) -> str:

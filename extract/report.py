@@ -110,7 +110,7 @@ def _histogram(summary: Summary, length: int, file: Path) -> None:
     axes.hist(summary.tokens, edges, label="tokens")
     axes.hist(summary.supervised, edges, label="supervised", alpha=0.6)
     axes.set(xlabel="tokens a row", ylabel="rows")
-    axes.legend()
+    axes.legend(loc="upper right")
     figure.savefig(file, dpi=120)
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from extract.conversations import Conversation, Dropped
@@ -25,6 +28,15 @@ SHOWN_THINK = re.compile(r"\s*(<think>\s*(</think>\s*)?)?")
 PROBE = "\ue000"  # a private character: no answer begins with it
 HEADER = 64  # characters before a turn in which a special token is looked for
 NEAR = 8  # characters by which the end of a prompt is known again
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, with the messages that the template was given for it."""
+
+    text: str
+    messages: list[dict]
+    tools: list[dict] | None
 
 
 class Supervisor:
@@ -48,12 +60,17 @@ class Supervisor:
     def tokenise(self, conversation: Conversation, length: int) -> tuple[np.ndarray, np.ndarray]:
         """ids int32 [T] of the rendered conversation and mask uint8 [T], 1 where the verifier would generate the token.
 
-        Turns that begin after `length` tokens are not looked at. Raises Dropped.
+        Turns that begin after `length` tokens are not looked at. Raises Dropped. Many conversations go faster step by step.
         """
+        rendered = self.render(conversation)
+        return self.supervise(rendered, self.encode([rendered.text])[0], length)
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The conversation as the template shows it. Raises Dropped."""
         tools = conversation.tools
         messages = list(map(_with_reasoning, conversation.messages)) if self._reasons else conversation.messages
         for message in messages:
-            if message["role"] == "assistant" and self._stop.search(_strings(message)):
+            if message["role"] == "assistant" and any(map(self._stop.search, _strings(message))):
                 raise Dropped("stop_in_text", "an answer contains an end-of-turn token as text")
         try:
             try:
@@ -64,15 +81,28 @@ class Supervisor:
                 messages = _arguments_as_text(messages)  # as some templates want them
                 text = render(self.tokenizer, messages, tools)
             text.encode()
-            if not self.tokenizer.is_fast:
-                return self._by_pieces(text, self._spans(text, messages, tools, len(text)))
-            encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-            limit = encoding.token_to_chars(length)[0] if len(encoding) > length else len(text)
-            return self._by_offsets(text, self._spans(text, messages, tools, limit), encoding)
+            return Rendered(text, messages, tools)
         except RenderError as error:
             raise Dropped("template_rejects", str(error)) from None
         except UnicodeEncodeError:
             raise Dropped("bad_utf8", "a lone surrogate") from None
+
+    def encode(self, texts: list[str]) -> list[Encoding | None]:
+        """Encodings of the tokenizers library, which know the characters of each token; None of a tokenizer in Python."""
+        if not self.tokenizer.is_fast:
+            return [None] * len(texts)
+        return self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+
+    def supervise(self, rendered: Rendered, encoding: Encoding | None, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `tokenise`, from the two steps before."""
+        text, limit = rendered.text, len(rendered.text)
+        if encoding and len(encoding) > length:
+            limit = encoding.token_to_chars(length)[0]
+        try:
+            spans = self._spans(text, rendered.messages, rendered.tools, limit)
+        except RenderError as error:
+            raise Dropped("template_rejects", str(error)) from None
+        return self._by_offsets(text, spans, encoding) if encoding else self._by_pieces(text, spans)
 
     def _spans(self, text: str, messages: list[dict], tools: list[dict] | None, limit: int) -> list[tuple[int, int]]:
         """Character ranges of the turns that begin before `limit`."""
@@ -110,7 +140,9 @@ class Supervisor:
         Where it has rewritten what precedes the turn, another text put in the turn's place shows where the two part; right
         before that stands what the prompt ends with.
         """
-        openings = (prompt, PROMPT_THINK.sub("", prompt)) if self._asks else (prompt + self._header,)
+        openings = [prompt + self._header]
+        if self._asks and prompt.rstrip().endswith(("<think>", "</think>")):
+            openings.append(PROMPT_THINK.sub("", prompt))
         for opening in openings:
             if text.startswith(opening):
                 return len(opening)
@@ -144,8 +176,8 @@ class Supervisor:
             begin = empty.end()
         return begin, stop, end
 
-    def _by_offsets(self, text: str, spans: list[tuple[int, int]], encoding) -> tuple[np.ndarray, np.ndarray]:
-        """ids and mask from an encoding of the tokenizers library, which knows the characters of each token."""
+    def _by_offsets(self, text: str, spans: list[tuple[int, int]], encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
+        """ids and mask from the characters of each token."""
         ids = np.array(encoding.ids, np.int32)
         mask = np.zeros(len(ids), np.uint8)
         for begin, end in spans:
@@ -155,16 +187,17 @@ class Supervisor:
             while last + 1 < len(ids) and encoding.token_to_chars(last + 1)[0] < end:  # bytes of one character
                 last += 1
             split = encoding.token_to_chars(first)[0] != begin or encoding.token_to_chars(last)[1] != end
-            if split or not self._same_prompt(text[:begin], ids[:first]):
+            if split or not self._same_prompt(text, begin, ids[:first]):
                 raise Dropped("unproven", "a token lies across a turn's border")
             mask[first : last + 1] = 1
         return ids, mask
 
-    def _same_prompt(self, before: str, ids: np.ndarray) -> bool:
+    def _same_prompt(self, text: str, begin: int, ids: np.ndarray) -> bool:
         """Whether the prompt alone has the tokens that it has in the row: its last ones may merge with what follows."""
-        near = max(0, len(before) - HEADER)
-        special = max((near + found.start() for found in self._special.finditer(before[near:])), default=0)
-        tail = before[special:]
+        special = 0  # where the last special token before the turn stands: tokens do not merge across it
+        for found in self._special.finditer(text, max(0, begin - HEADER), begin):
+            special = found.start()
+        tail = text[special:begin]
         expected = self._tails.get(tail) or self.tokenizer.encode(tail, add_special_tokens=False)
         if len(tail) <= HEADER:
             self._tails[tail] = expected
@@ -196,10 +229,13 @@ def _any_of(texts: list[str]) -> re.Pattern:
     return re.compile("|".join(map(re.escape, sorted(set(texts), key=len, reverse=True))) or r"(?!)")
 
 
-def _strings(value: object) -> str:
-    if isinstance(value, dict):
-        value = [*value, *value.values()]
-    return "\n".join(map(_strings, value)) if isinstance(value, list) else str(value)
+def _strings(value: object) -> Iterator[str]:
+    """All texts in an answer: its content, its reasoning, what its tool calls say."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            yield from _strings(item)
 
 
 def _arguments_as_text(messages: list[dict]) -> list[dict]:

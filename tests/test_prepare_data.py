@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
 import subprocess
 import sys
 import time
@@ -19,10 +17,12 @@ from families import make_verifier
 from tiny import python_environment, write_recipe
 
 import extract.rows
+from configs.schema import load
 from extract.conversations import Dropped
 from extract.merge import draft_vocabulary
 from extract.parts import fitting
 from extract.prepare_data import main
+from extract.render import load_tokenizer, prompt_ids
 from extract.report import CAUSES
 
 
@@ -123,38 +123,24 @@ def test_the_same_bytes_however_it_is_run(tmp_path, recipe, monkeypatch):
 
 
 @pytest.mark.integration
-def test_killed_and_run_again_goes_on(tmp_path, recipe):
-    data = write(tmp_path / "a.jsonl", [conversation(n, 40) for n in range(8000)])
-    command = [sys.executable, "-m", "extract.prepare_data", recipe, "--data", str(data), "data.processes=2", "--output"]
-    subprocess.run([*command, str(tmp_path / "whole"), "data.processes=1"], env=python_environment(), check=True)
-    process = subprocess.Popen([*command, str(tmp_path / "killed")], env=python_environment())
-    parts = tmp_path / "killed" / ".parts"
-    until = time.monotonic() + 120
-    while len(list(parts.glob("*.arrow"))) < 3:
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    while workers := _children_of_nobody(str(tmp_path / "killed")):
-        assert time.monotonic() < until, workers
-        time.sleep(0.05)
-    before = {path.name: path.stat().st_ino for path in parts.glob("*.arrow")}
-    assert 3 <= len(before) < 16 and not (tmp_path / "killed" / "data_contract.json").exists()
-    ran = subprocess.run([*command, str(tmp_path / "killed")], env=python_environment(), check=True, capture_output=True, text=True)
-    assert "8,000 of 8,000 rows kept" in ran.stdout
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
-
-
-def _children_of_nobody(mark: str) -> list[str]:
-    """Command lines that name the folder: workers of the killed run, were they still there."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if int(folder.name) != os.getpid() and mark in (folder / "cmdline").read_text():
-                found.append(folder.name)
-        except OSError:
-            continue
-    return found
+def test_killed_and_run_again_goes_on(tmp_path, recipe, tree):
+    data, killed = write(tmp_path / "a.jsonl", [conversation(n, 20) for n in range(4000)]), tmp_path / "killed"
+    assert main([recipe, "--data", str(data), "--output", str(tmp_path / "whole")]) == 0
+    process = tree.python("-m", "extract.prepare_data", recipe, "data.processes=2", "--data", data, "--output", killed)
+    try:
+        while not (before := list((killed / ".parts").glob("*.arrow"))):
+            assert process.poll() is None
+            time.sleep(0.002)
+    finally:
+        process.kill()
+        process.wait()
+    tree.assert_gone(30)  # the processes that tokenised, too
+    assert len(before) < 8 and not (killed / "data_contract.json").exists()
+    inodes = {part.name: part.stat().st_ino for part in (killed / ".parts").glob("*.arrow")}
+    assert main([recipe, "--data", str(data), "--output", str(killed), "--shard", "0/2"]) == 0  # makes what is missing of half the parts
+    assert inodes.items() <= {part.name: part.stat().st_ino for part in (killed / ".parts").glob("*.arrow")}.items()
+    assert main([recipe, "--data", str(data), "--output", str(killed)]) == 0
+    assert files(killed) == files(tmp_path / "whole")
 
 
 def test_another_contract_is_refused(tmp_path, recipe, capsys):
@@ -215,6 +201,30 @@ def test_one_prompt_lies_on_one_side(tmp_path, recipe):
     ]  # but for the last newline
 
 
+def test_later_turns_of_a_prompt_go_with_the_first(tmp_path, recipe):
+    tokenizer, rows, talks = load_tokenizer(load(recipe).verifier), [], []
+    for number in range(40):
+        [asked, answered] = conversation(number)["messages"]
+        talk = [
+            asked,
+            answered,
+            {"role": "user", "content": "And?"},
+            {"role": "assistant", "content": "That is all that there is to say: no more."},
+        ]
+        talks.append({"id": f"c{number}", "messages": talk})
+        for turn in (1, 3):
+            response = [*tokenizer.encode(talk[turn]["content"]), tokenizer.eos_token_id]
+            row = {"prompt_ids": prompt_ids(tokenizer, talk[:turn]), "response_ids": response, "finish_reason": "stop"}
+            rows.append({"id": f"c{number}", "messages": talk[: turn + 1]} | row)
+    held = []
+    for name, data, turns in (("rollouts", rows, "all"), ("all", talks, "all"), ("last", talks, "last")):
+        keys = [f"data.turns={turns}", "data.validation=0.3"]
+        assert main([recipe, *keys, "--data", str(write(tmp_path / "a.jsonl", data)), "--output", str(tmp_path / name)]) == 0
+        held.append(set(load_from_disk(tmp_path / name / "validation")["id"]))
+        assert not held[-1] & set(load_from_disk(tmp_path / name)["id"])
+    assert held[0] == held[1] == held[2]
+
+
 def test_weights(tmp_path, recipe):
     a, b = (
         write(tmp_path / "a.jsonl", [conversation(n) for n in range(100)]),
@@ -262,12 +272,10 @@ def test_hostile_rows(tmp_path, recipe):
     with (tmp_path / "a.jsonl").open("wb") as sink:
         sink.writelines(hostile.lines(count))
     command = [sys.executable, "-m", "extract.prepare_data", recipe, "data.processes=2", "--data", str(tmp_path / "a.jsonl")]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
     ran = subprocess.run(command, env=python_environment(), capture_output=True, text=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert ran.returncode == 0 and "Traceback" not in ran.stderr, ran.stderr
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 120, "CPU seconds of all processes, so that a busy machine fails nobody"
+    assert time.monotonic() - began < 120 * max(1, os.getloadavg()[1] / os.cpu_count())  # a busy machine may take its time
     report = json.loads((tmp_path / "data" / "report.json").read_text())
     assert report["rows"] == count == report["kept"] + sum(report["drops"].values()) == report["kept"] + len(causes(tmp_path / "data"))
     assert report["kept"] > count / 10 and "failed" not in report["drops"]

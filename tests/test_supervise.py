@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from configs.schema import Verifier
 from extract.conversations import Conversation, Dropped
-from extract.render import RenderError, load_tokenizer, render, stop_ids
+from extract.render import load_tokenizer, render, stop_ids
 from extract.supervise import Supervisor
 
 SMOLLM2 = HERE.parent / "verifiers" / "SmolLM2-135M-Instruct"
@@ -63,9 +63,9 @@ def supervised(supervisor: Supervisor, messages: list[dict], tools=None) -> list
     ids, mask = supervisor.tokenise(Conversation(messages, tools), 10**6)
     assert ids.shape == mask.shape and ids.dtype == np.int32 and mask.dtype == np.uint8
     try:
-        text = render(supervisor.tokenizer, messages, tools)
-    except RenderError:  # a template that wants arguments of tool calls as text
-        text = render(supervisor.tokenizer, [_arguments_dumped(message) for message in messages], tools)
+        text = supervisor.tokenizer.apply_chat_template(messages, tools, tokenize=False)
+    except TypeError:  # a template that wants arguments of tool calls as text
+        text = supervisor.tokenizer.apply_chat_template([_arguments_dumped(message) for message in messages], tools, tokenize=False)
     assert ids.tolist() == supervisor.tokenizer.encode(text, add_special_tokens=False)
     return [supervisor.tokenizer.decode(ids[run], skip_special_tokens=False, clean_up_tokenization_spaces=False) for run in runs(mask)]
 
@@ -257,7 +257,7 @@ def test_forged_turns_in_a_question_are_not_supervised(supervisors):
 
 def test_a_tokenizer_that_knows_no_characters(supervisors):
     class Slow:
-        """As tokenizers in Python are: no offsets."""
+        """As tokenizers in Python are: no offsets, and perhaps a way of their own to apply the template."""
 
         is_fast = False
 
@@ -266,6 +266,9 @@ def test_a_tokenizer_that_knows_no_characters(supervisors):
 
         def __getattr__(self, name):
             return getattr(self._fast, name)
+
+        def apply_chat_template(self, *args, **kwargs):
+            return self._fast.apply_chat_template(*args, **kwargs)
 
     for family, expected in (("qwen3", "Because<|im_end|>"), ("llama3", "Because<|eot_id|>")):
         fast, messages = supervisors[family], [QUESTION, answer("Because"), QUESTION, answer("Because")]
@@ -278,22 +281,17 @@ def test_a_tokenizer_that_knows_no_characters(supervisors):
         slow.tokenise(Conversation([QUESTION, answer("\n\n\n    \nOne")]), 99)
 
 
-def test_work_on_a_long_conversation_ends_with_the_length(supervisors):
-    supervisor, asked = supervisors["qwen3"], 0
-    messages = [QUESTION, answer("Because")] * 3000
-    apply = supervisor.tokenizer.apply_chat_template
+def test_work_on_a_long_conversation_ends_with_the_length(supervisors, monkeypatch):
+    supervisor, lengths = supervisors["qwen3"], []
 
-    def counted(*args, **kwargs):
-        nonlocal asked
-        asked += 1
-        return apply(*args, **kwargs)
+    def counted(tokenizer, messages, *args, **kwargs):
+        lengths.append(len(messages))
+        return render(tokenizer, messages, *args, **kwargs)
 
-    supervisor.tokenizer.apply_chat_template = counted
-    try:
-        ids, mask = supervisor.tokenise(Conversation(messages), 100)
-    finally:
-        del supervisor.tokenizer.apply_chat_template
-    assert len(ids) > 30_000 and asked < 40 and "Because" in supervisor.tokenizer.decode(ids[:100][mask[:100] == 1])
+    monkeypatch.setattr("extract.supervise.render", counted)
+    ids, mask = supervisor.tokenise(Conversation([QUESTION, answer("Because")] * 3000), 100)
+    assert len(ids) > 30_000 and len(lengths) < 40 and sum(lengths) < 7000
+    assert "Because" in supervisor.tokenizer.decode(ids[:100][mask[:100] == 1])
 
 
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="the demo's verifier has not been made here (make demo)")

@@ -156,6 +156,8 @@ def _steps(training: Run, first: int) -> None:
     """All steps from `first` on: sums are raw until the normaliser of the whole step is known, on all ranks alike."""
     config, ranks, total = training.config, training.world, training.feed.total
     log = Log(config.run_dir, total, config.train.log_every) if ranks.rank == 0 else None
+    if log:
+        print(f"handshake passed; {total - first} of {total} steps to go, {config.train.global_batch} samples each", flush=True)
     batches = training.feed.batches(first)
     parameters = list(training.draft.parameters())
     for parameter in parameters:
