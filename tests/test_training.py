@@ -218,4 +218,4 @@ def test_one_sample_trained_to_death_is_accepted_whole(tiny_verifier, tmp_path, 
 
 def test_describe_counts_without_a_verifier(tiny_verifier, tmp_path):
     config = recipe(tmp_path, tiny_verifier("llama"))
-    assert describe(DraftContract.resolve(config)).splitlines()[-2] == "18 tensors, 65,897 parameters trained"
+    assert describe(DraftContract.resolve(config)).splitlines()[-2] == "18 tensors, 78,217 parameters trained"
