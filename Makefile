@@ -10,7 +10,7 @@ REQUIRE := 1.35
 # A `train.py` or a `configs/` in the working directory must not be taken for ours.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test lint clean
+.PHONY: help demo demo-vllm test lint clean
 
 help:
 	@echo "make demo   from prompts to a trained draft and its acceptance report, on two CPU cores ($(RUN)/report.md)"
@@ -29,7 +29,7 @@ $(RUN)/data/data_contract.json: | $(VERIFIER)/config.json
 $(VERIFIER)/config.json: | .venv/installed
 	$(PY) -m extract.smollm2 $(VERIFIER)
 
-test: lint
+test: lint | .venv/vllm
 	$(PY) -m pytest
 
 lint: .venv/installed
@@ -37,7 +37,11 @@ lint: .venv/installed
 	$(PY) -m ruff format --check .
 
 .venv/installed: pyproject.toml constraints.txt
-	.ci/setup
+	.ci/setup cpu,dev
+	touch $@
+
+.venv/vllm: .venv/installed
+	.ci/setup cpu,dev,cpu-vllm
 	touch $@
 
 clean:
