@@ -17,7 +17,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 
-import torch
 from datasets import Dataset, load_from_disk
 
 from configs.schema import Config, config_argument, parse
@@ -26,7 +25,7 @@ from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
 from store.contract import ContractMismatch, require_same
 from store.objects import StoreError
-from store.verifier import VerifierError, text_config
+from store.verifier import VerifierError
 
 GREEDY = 64  # tokens that a handshake wants
 
@@ -44,21 +43,20 @@ def capture(config: Config, folder: Path, shard: int = 0, shards: int = 1) -> st
         source.contract = source.pool.contract()
         if source.contract.taps != config.draft.taps:
             raise ContractMismatch(f"taps: {source.contract.taps} in the engine, {config.draft.taps} in the recipe (draft.taps)")
-        width = text_config(config.verifier.path)["hidden_size"]
-        _require_room(config, dataset, _buffer(source, 1, width).nbytes)
-        _record(config, source, dataset, folder / RECORD, width)
-        return _capture(source, dataset, range(shard, len(dataset), shards), width, config.pool.in_flight)
+        _require_room(config, dataset, source.buffer(1).nbytes)
+        _record(config, source, dataset, folder / RECORD)
+        return _capture(source, dataset, range(shard, len(dataset), shards), config.pool.in_flight)
     finally:
         source.close()
 
 
-def _capture(source: StateSource, dataset: Dataset, rows: range, width: int, at_once: int) -> str:
+def _capture(source: StateSource, dataset: Dataset, rows: range, at_once: int) -> str:
     def take(row: int) -> tuple[int, bool | None]:
         token_ids = dataset[row]["input_ids"].tolist()
-        return len(token_ids), _take(source, token_ids, width)
+        return len(token_ids), _take(source, token_ids)
 
     waiting, pending = iter(rows), set[Future]()
-    progress = Progress(len(rows), _buffer(source, 1, width).nbytes)
+    progress = Progress(len(rows), source.buffer(1).nbytes)
     with ThreadPoolExecutor(at_once, "capture") as askers:
         while True:
             pending |= {askers.submit(take, row) for row in islice(waiting, 2 * at_once - len(pending))}
@@ -69,15 +67,11 @@ def _capture(source: StateSource, dataset: Dataset, rows: range, width: int, at_
                 progress.add(*future.result())
 
 
-def _take(source: StateSource, token_ids: list[int], width: int) -> bool | None:
+def _take(source: StateSource, token_ids: list[int]) -> bool | None:
     """Whether the states could be made and lie in the cache now; None: they were there."""
     if source.cache.has(source.contract, token_ids):
         return None
-    return source.obtain(token_ids, _buffer(source, len(token_ids), width))
-
-
-def _buffer(source: StateSource, tokens: int, width: int) -> torch.Tensor:
-    return torch.empty(tokens, len(source.contract.taps) + 1, width, dtype=getattr(torch, source.contract.dtype))
+    return source.obtain(token_ids, source.buffer(len(token_ids)))
 
 
 def _require_room(config: Config, dataset: Dataset, token_bytes: int) -> None:
@@ -87,7 +81,7 @@ def _require_room(config: Config, dataset: Dataset, token_bytes: int) -> None:
         raise ValueError(f"store.cache_bytes: {config.store.cache_bytes:,}, but the states of {tokens:,} tokens take {needed:,}")
 
 
-def _record(config: Config, source: StateSource, dataset: Dataset, file: Path, width: int) -> None:
+def _record(config: Config, source: StateSource, dataset: Dataset, file: Path) -> None:
     """Write what a training run needs to know, or see that it is the same as before. Raises ContractMismatch."""
     if file.exists():
         return require_same(source.contract, Captured.model_validate_json(file.read_text()).contract, f"{file} was captured otherwise")
@@ -97,7 +91,7 @@ def _record(config: Config, source: StateSource, dataset: Dataset, file: Path, w
         if len(prompt) + GREEDY >= config.extract.max_model_len:
             continue
         response, _ = source.pool.complete(prompt, GREEDY)
-        if _take(source, [*prompt, *response], width) is not False:
+        if _take(source, [*prompt, *response]) is not False:
             examples.append((prompt, response))
             known += len(response)
         if known >= GREEDY:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter
 
+import torch
 from torch import Tensor
 
 from configs.schema import Config
@@ -20,6 +21,7 @@ from store.cache import DurableCache
 from store.contract import StateContract
 from store.objects import Full, StoreError, open_store, run_prefix
 from store.sample import discard, fetch
+from store.verifier import text_config
 
 OF_THE_SAMPLE = HOPELESS | {"non_finite"}  # causes that cost the sample and not the run
 MANIFEST_BYTES = 4096, 12  # of a sample, and of each of its token ids, at most
@@ -36,6 +38,7 @@ class StateSource:
 
     def __init__(self, config: Config, pool: Pool, rank: int = 0, world: int = 1, keep: bool = False):
         self.pool, self.rank, self.attempts = pool, rank, config.pool.attempts
+        self.width = text_config(config.verifier.path)["hidden_size"]
         self.store = open_store(config.store)
         self.cache = DurableCache(config.store.cache_path, config.store.cache_bytes) if keep else None
         self.gate = ByteGate(config.store.bytes // world)
@@ -43,6 +46,11 @@ class StateSource:
         self.drops: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
         self._sequence = itertools.count()
+
+    def buffer(self, tokens: int) -> Tensor:
+        """Where states land: [tokens, m + 1, H], pinned beside a GPU."""
+        shape, dtype = (tokens, len(self.contract.taps) + 1, self.width), getattr(torch, self.contract.dtype)
+        return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
     def obtain(self, token_ids: list[int], out: Tensor) -> bool:
         """Fill `out` [T, m + 1, H] with the states of these tokens. False if they cannot be made (counted in `drops`).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from block_bank import HIDDEN, LAYERS, BlockBank
+from block_bank import LAYERS, BlockBank
 
 from configs.schema import Config
 from extract.k3_capture import last_from_output
@@ -56,7 +56,7 @@ def shake(config: Config, model: BlockBank) -> StateContract:
     source = StateSource(config, Engine(model, config))
     source.contract = source.pool.contract()
     frozen = FrozenVerifier.load(config.verifier.path, torch.float32, torch.device("cpu"))
-    handshake(config, source.contract, frozen, from_engine(source, [[5, 6, 7], [8, 9]], HIDDEN))
+    handshake(config, source.contract, frozen, from_engine(source, [[5, 6, 7], [8, 9]]))
     return source.contract
 
 

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
 from datasets import Dataset
 from torch import Tensor
 
@@ -19,9 +18,8 @@ class Feed:
     """`batches(first)` yields this rank's micro-steps from step `first` on; every step ends with a batch marked `last`,
     which is empty if the rank has nothing in that step."""
 
-    def __init__(self, dataset: Dataset, config: Config, hidden_size: int, source: StateSource, rank: int, world: int):
+    def __init__(self, dataset: Dataset, config: Config, source: StateSource, rank: int, world: int):
         self.dataset, self.config, self.source = dataset, config, source
-        self.row_shape = (len(config.draft.taps) + 1, hidden_size)
         self.rank, self.world = rank, world
         self.total = total_steps(len(dataset), config)
         self.executor = ThreadPoolExecutor(config.pool.in_flight, thread_name_prefix="feed")
@@ -37,7 +35,7 @@ class Feed:
     def states(self, row: int) -> Tensor | None:
         """States [T, m + 1, H] of one row of the data set, outside the order; None if they cannot be made."""
         sample = self.sample(row)
-        out = self._buffer(len(sample.token_ids))
+        out = self.source.buffer(len(sample.token_ids))
         return out if self.source.obtain(sample.token_ids.tolist(), out) else None
 
     def batches(self, first: int) -> Iterator[Batch]:
@@ -63,11 +61,7 @@ class Feed:
             groups = pack(samples, self.config.train.micro_tokens) or [[]]
             for number, group in enumerate(groups, 1):
                 documents = lay_out(group, where.epoch, block_size_at(step, self.total, self.config), self.config)
-                yield Batch(step, documents, self._buffer(sum(len(s.token_ids) for s in group)), last=number == len(groups))
-
-    def _buffer(self, tokens: int) -> Tensor:
-        pinned = torch.cuda.is_available()
-        return torch.empty((tokens, *self.row_shape), dtype=getattr(torch, self.source.contract.dtype), pin_memory=pinned)
+                yield Batch(step, documents, self.source.buffer(sum(len(s.token_ids) for s in group)), last=number == len(groups))
 
     def _start(self, batch: Batch, document) -> Future:
         out = batch.states[document.start : document.stop]

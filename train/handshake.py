@@ -43,26 +43,22 @@ def handshake(config: Config, contract: StateContract, frozen: FrozenVerifier, e
         raise ContractMismatch(f"{judged} of {len(tokens)} greedy tokens have a top-2 margin over {margin}: too few to prove anything")
 
 
-def from_engine(source: StateSource, prompts: Iterable[list[int]], hidden_size: int) -> Iterator[Example]:
+def from_engine(source: StateSource, prompts: Iterable[list[int]]) -> Iterator[Example]:
     """What the running extractor answers and makes now; the durable cache would prove an engine of another day."""
     for prompt in prompts:
         response, _ = source.pool.complete(prompt, max_tokens=TOKENS)
-        states = _buffer(source, len(prompt) + len(response), hidden_size)
+        states = source.buffer(len(prompt) + len(response))
         source.make([*prompt, *response], states)
         yield prompt, response, states
 
 
-def from_cache(source: StateSource, captured: Captured, hidden_size: int) -> Iterator[Example]:
+def from_cache(source: StateSource, captured: Captured) -> Iterator[Example]:
     """What the engine answered and made when the data set was captured. Raises ContractMismatch: it is not in the cache."""
     for prompt, response in captured.examples:
-        states = _buffer(source, len(prompt) + len(response), hidden_size)
+        states = source.buffer(len(prompt) + len(response))
         if not source.cache.get_into(captured.contract, [*prompt, *response], states):
             raise ContractMismatch("the states that were captured are not in the durable cache (store.cache_path)")
         yield prompt, response, states
-
-
-def _buffer(source: StateSource, tokens: int, hidden_size: int) -> Tensor:
-    return torch.empty((tokens, len(source.contract.taps) + 1, hidden_size), dtype=getattr(torch, source.contract.dtype))
 
 
 def _enough(examples: Iterable[Example]) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ def train(config: Config, from_draft: Path | None = None) -> None:
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
         frozen = FrozenVerifier.load(config.verifier.path, dtype, ranks.device, draft.kept)
         source = StateSource(config, Pool(config), ranks.rank, ranks.size, keep=config.store.keep)
-        feed = Feed(dataset, config, spec.hidden_size, source, ranks.rank, ranks.size)
+        feed = Feed(dataset, config, source, ranks.rank, ranks.size)
         try:
             _agree(config, ranks, source, frozen, dataset)
             data = DataContract.model_validate_json((config.data.path / "data_contract.json").read_text())
@@ -108,7 +108,7 @@ def _agree(config: Config, ranks: World, source: StateSource, frozen: FrozenVeri
     contract = refusal = None
     if ranks.rank == 0:
         try:
-            source.contract, examples = _examples(config, source, dataset, frozen.embedding.shape[1])
+            source.contract, examples = _examples(config, source, dataset)
             handshake(config, source.contract, frozen, examples)
             contract = source.contract
         except ContractMismatch as error:
@@ -119,7 +119,7 @@ def _agree(config: Config, ranks: World, source: StateSource, frozen: FrozenVeri
     source.contract, frozen.last = contract, contract.last
 
 
-def _examples(config: Config, source: StateSource, dataset: Dataset, hidden_size: int) -> tuple[StateContract, Iterator[Example]]:
+def _examples(config: Config, source: StateSource, dataset: Dataset) -> tuple[StateContract, Iterator[Example]]:
     captured = config.data.path / RECORD
     try:
         contract = source.pool.contract()
@@ -127,9 +127,9 @@ def _examples(config: Config, source: StateSource, dataset: Dataset, hidden_size
         if not (config.store.keep and captured.exists()):
             raise
         record = Captured.model_validate_json(captured.read_text())
-        return record.contract, from_cache(source, record, hidden_size)
+        return record.contract, from_cache(source, record)
     prompts = (record["input_ids"][: max(1, int(record["loss_mask"].argmax()))].tolist() for record in dataset)
-    return contract, from_engine(source, islice(prompts, 64), hidden_size)
+    return contract, from_engine(source, islice(prompts, 64))
 
 
 def _start(training: Run, dataset: Dataset, warm: bool) -> int:
