@@ -14,12 +14,18 @@ export PYTHONSAFEPATH := 1
 
 help:
 	@echo "make demo   from prompts to a trained draft and its acceptance report, on two CPU cores ($(RUN)/report.md)"
+	@echo "make demo-vllm   the same with vLLM as the extractor's engine (runs/smollm2_vllm/report.md)"
 	@echo "make test   all tests"
-	@echo "make clean  remove the demo's run and the environment"
+	@echo "make clean  remove the demos' runs and the environment"
 
 demo: $(RUN)/data/data_contract.json
 	$(PY) -m slurm.launch $(CONFIG)
 	$(PY) -m train.evaluate $(CONFIG) --require $(REQUIRE)
+
+# The same with vLLM as the extractor's engine; then its states beside those of a Hugging Face forward.
+demo-vllm: | .venv/vllm
+	$(MAKE) demo CONFIG=configs/smollm2_vllm.yaml RUN=runs/smollm2_vllm
+	$(PY) -m train.compare configs/smollm2_vllm.yaml
 
 # The verifier's answers, with both cores since nothing trains yet. What is interrupted goes on where it was.
 $(RUN)/data/data_contract.json: | $(VERIFIER)/config.json
@@ -45,4 +51,4 @@ lint: .venv/installed
 	touch $@
 
 clean:
-	rm -rf $(RUN) .venv
+	rm -rf runs/smollm2_embedded runs/smollm2_vllm .venv
