@@ -69,7 +69,7 @@ def _capture(source: StateSource, dataset: Dataset, rows: range, at_once: int) -
 
 def _take(source: StateSource, token_ids: list[int]) -> bool | None:
     """Whether the states could be made and lie in the cache now; None: they were there."""
-    if source.cache.has(source.contract, token_ids):
+    if source.has(token_ids):
         return None
     return source.obtain(token_ids, source.buffer(len(token_ids)))
 

@@ -41,6 +41,8 @@ class Ask:
     prompt: list[int]
     max_tokens: int
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: of all tokens
     seed: int | None = None
     sample: str | None = None
     answer: Future = field(default_factory=Future)
@@ -231,4 +233,7 @@ def _answering(batch: list[Ask]) -> Iterator[None]:
 
 def _draw(logits: Tensor, row: Row) -> int:
     """Sample from logits [V] with the row's own random numbers, so that an answer does not depend on its neighbours."""
-    return int(torch.multinomial((logits.double() / row.ask.temperature).softmax(-1), 1, generator=row.generator))
+    p, order = (logits.double() / row.ask.temperature).softmax(-1).sort(descending=True)
+    p[row.ask.top_k or len(p) :] = 0
+    p[p.cumsum(-1) - p >= row.ask.top_p * p.sum()] = 0  # the likeliest that together reach top_p, of what top_k left
+    return int(order[torch.multinomial(p, 1, generator=row.generator)])

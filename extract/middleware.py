@@ -14,6 +14,9 @@ import signal
 import socket
 import uuid
 
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+
 from configs.schema import Config
 from extract.engine_vllm import state_contract
 from extract.pool import ExtractionError
@@ -41,7 +44,7 @@ class Gate:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, self._at_startup(scope["app"].state, send))
         elif scope["type"] == "http" and scope["path"] == "/contract":
-            await _respond(send, 200, self.contract.model_dump(mode="json"))
+            await JSONResponse(self.contract.model_dump(mode="json"))(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == "/v1/completions" and scope["method"] == "POST":
             await self._complete(scope, receive, send)
         else:
@@ -54,12 +57,12 @@ class Gate:
         try:
             if self.draining:
                 raise ExtractionError("draining", "this extractor is going away, ask another one")
-            body = await _read(receive)
-            if body is None:
-                return
-            await self._hold(scope, receive, send, *self._ticket(body))
+            await self._hold(scope, receive, send, *self._ticket(await Request(scope, receive).body()))
         except ExtractionError as error:
-            await _respond(send, *refusal(error.cause, str(error)))
+            status, content = refusal(error.cause, str(error))
+            await JSONResponse(content, status)(scope, receive, send)
+        except ClientDisconnect:
+            return
         finally:
             self.in_flight -= 1
 
@@ -186,17 +189,6 @@ class Gate:
         task.add_done_callback(self.tasks.discard)
 
 
-async def _read(receive) -> bytes | None:
-    """The request's body; None: the asker has gone."""
-    body, more = b"", True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    return body
-
-
 def _replay(body: bytes, receive):
     """`receive` for the application behind: the body once more, then what comes."""
     unread = [{"type": "http.request", "body": body, "more_body": False}]
@@ -221,10 +213,3 @@ def _message(answer: list[dict]) -> str:
         return " ".join(json.loads(body)["error"]["message"].split())
     except (ValueError, KeyError, TypeError, AttributeError):
         return body.decode(errors="replace")[:200]
-
-
-async def _respond(send, status: int, content: dict) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -11,6 +11,8 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ class StateSource:
 
         Raises NoStates once `pool.attempts` attempts have failed for a reason that is not the sample's own.
         """
-        if self.cache and self.cache.get_into(self.contract, token_ids, out):
+        if self.cache and self._cached(token_ids, out):
             return True
         try:
             self.make(token_ids, out)
@@ -71,22 +73,53 @@ class StateSource:
 
     def make(self, token_ids: list[int], out: Tensor) -> None:
         """Have the states made now, whatever the cache holds. Raises the last attempt's ExtractionError or StoreError."""
-        size, sequence = out.nbytes + MANIFEST_BYTES[0] + MANIFEST_BYTES[1] * len(token_ids), next(self._sequence)
+        sequence = next(self._sequence)
         for attempt in range(self.attempts):
-            name = f"{self.run}/{self.rank}/{sequence}/{attempt}"
-            self.gate.acquire(size)
             try:
-                self.pool.make(name, token_ids)
-                fetch(self.store, name, self.contract, token_ids, out)
+                with self._attempt(f"{sequence}/{attempt}", len(token_ids)) as name:
+                    self.pool.make(name, token_ids)
+                    fetch(self.store, name, self.contract, token_ids, out)
                 return
             except (ExtractionError, StoreError) as error:
                 self.retries[error.cause] += 1
                 if error.cause in HOPELESS or attempt + 1 == self.attempts:
                     raise
-            finally:
-                discard(self.store, name)
-                self.gate.release(size)
             time.sleep(min(5.0, 0.1 * 2**attempt))
+
+    def complete(self, prompt: list[int], max_tokens: int, **sampling) -> tuple[list[int], str]:
+        """As the pool does it; what the verifier computes on the way is kept in the cache. Raises ExtractionError."""
+        try:
+            with self._attempt(f"{next(self._sequence)}/0", len(prompt) + max_tokens) as name:
+                response, reason = self.pool.complete(prompt, max_tokens, sample=name, **sampling)
+                token_ids = [*prompt, *response][:-1]
+                out = self.buffer(len(token_ids))
+                fetch(self.store, name, self.contract, token_ids, out)
+        except StoreError as error:
+            raise ExtractionError(error.cause, str(error)) from None
+        self._keep(token_ids, out)
+        return response, reason
+
+    def has(self, token_ids: list[int]) -> bool:
+        """Whether the cache holds what `obtain` needs."""
+        return self.cache.has(self.contract, token_ids) or self.cache.has(self.contract, token_ids[:-1])
+
+    def _cached(self, token_ids: list[int], out: Tensor) -> bool:
+        """What a rollout left lacks the last token's state, which no slot's context or teacher is: zeros will do."""
+        if self.cache.get_into(self.contract, token_ids, out):
+            return True
+        out[-1:] = 0
+        return len(token_ids) > 1 and self.cache.get_into(self.contract, token_ids[:-1], out[:-1])
+
+    @contextmanager
+    def _attempt(self, number: str, tokens: int) -> Iterator[str]:
+        """The name of a sample, for which there is room in this rank's share, and of which nothing stays in the store."""
+        name, size = f"{self.run}/{self.rank}/{number}", MANIFEST_BYTES[0] + tokens * (self.buffer(1).nbytes + MANIFEST_BYTES[1])
+        self.gate.acquire(size)
+        try:
+            yield name
+        finally:
+            discard(self.store, name)
+            self.gate.release(size)
 
     def _keep(self, token_ids: list[int], states: Tensor) -> None:
         """Put fetched states into the durable cache; one that cannot hold them costs a prefill later and nothing now."""

@@ -22,6 +22,7 @@ STATUS = {"bad_request": 400, "too_long": 400, "unknown_tokens": 400, "non_finit
 
 class Transfer(BaseModel):
     sample: str
+    include_output_tokens: bool = False
 
 
 class Body(BaseModel):
@@ -30,6 +31,8 @@ class Body(BaseModel):
     prompt: list[int]
     max_tokens: Positive = 16
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: of all tokens
     seed: int | None = None
     n: Literal[1] = 1
     kv_transfer_params: Transfer | None = None

@@ -50,8 +50,9 @@ class Extractor:
         self.taken += 1
         try:
             body = read_body(await request.body())
-            name = body.kv_transfer_params and body.kv_transfer_params.sample
-            ask = Ask(body.prompt, body.max_tokens, body.temperature, body.seed, name)
+            if body.kv_transfer_params and body.kv_transfer_params.include_output_tokens:
+                raise ExtractionError("bad_request", "include_output_tokens: only vLLM makes states of what it generates")
+            ask = Ask(body.prompt, body.max_tokens, body.temperature, body.top_p, body.top_k, body.seed, body.sample)
             self.engine.submit(ask)
             return self._answer(ask, await self._outcome(request, ask))
         except ExtractionError as error:

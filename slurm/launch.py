@@ -69,11 +69,12 @@ def role_table(config: Config, arguments: list[str], command: list[str]) -> list
         ready=partial(extractor_ready, config.run_dir / "extractors"),
     )
     env = environment(config.train.threads)
+    services = [extractor] * config.launch.extractors
     if command:
-        return [extractor, Role("command", command, env, echo=True)]
+        return [*services, Role("command", command, env, echo=True)]
     torchrun = [*python, "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     trainers = [*torchrun, "--nproc-per-node", str(config.launch.trainers), "-m", "train", *arguments]
-    return [extractor, Role("trainers", trainers, env, echo=True)]
+    return [*services, Role("trainers", trainers, env, echo=True)]
 
 
 def environment(threads: int) -> dict[str, str]:

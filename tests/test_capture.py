@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
+from datasets import load_from_disk
 from in_process import InProcessPool, save_data
 from tiny import write_recipe
 
 from configs.schema import Config, load
 from extract import capture
-from extract.captured import RECORD
+from extract.captured import RECORD, Captured
 from extract.hf import HFVerifier
 from extract.obtain import NoStates
 from extract.pool import ExtractionError
 from store.cache import DurableCache
 from store.contract import ContractMismatch
 from train import loop
+from train.compare import compare
 
 ROWS = 6
 
@@ -68,6 +70,29 @@ def test_training_on_a_capture_needs_no_extractor(config, pools, monkeypatch):
     loop.train(config)
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * ROWS // 2 and all(line["loss"] > 0 for line in lines)
+    line = compare(config, 100)
+    assert line.startswith(f"{ROWS} samples of ") and f": {ROWS} have the checksum" in line and "0.0e+00 at most" in line
+
+
+def test_the_last_token_needs_no_state(config, pools, monkeypatch):
+    """A rollout that makes states on the way has none of its last token: training sees no difference."""
+    capture.capture(config, config.data.path)
+    monkeypatch.setattr(loop, "Pool", NoExtractor)
+    loop.train(config)
+    verifier, cache = (
+        HFVerifier(config.verifier.path, "float32", config.draft.taps),
+        DurableCache(config.store.cache_path, config.store.cache_bytes),
+    )
+    for file in config.store.cache_path.glob("*.states"):
+        file.unlink()
+    other = config.model_copy(update={"run_dir": config.run_dir.with_name("other")})
+    for prompt, response in Captured.model_validate_json((config.data.path / RECORD).read_text()).examples:
+        cache.put(verifier.contract, [*prompt, *response], verifier.prefill([[*prompt, *response]])[0].contiguous())
+    for record in load_from_disk(config.data.path):
+        cache.put(verifier.contract, record["input_ids"][:-1], verifier.prefill([record["input_ids"]])[0][:-1].contiguous())
+    loop.train(other)
+    losses = [[json.loads(line)["loss"] for line in (run / "metrics.jsonl").open()] for run in (config.run_dir, other.run_dir)]
+    assert losses[0] == losses[1] and len(losses[0]) == 2 * ROWS // 2
 
 
 def test_training_on_half_a_capture_says_that_an_extractor_is_missing(config, pools, monkeypatch):

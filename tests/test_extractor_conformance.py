@@ -139,6 +139,12 @@ def test_sampling_is_repeatable_whoever_else_runs(running, pool):
     assert len({tuple(ids) for ids, _ in crowded}) > 6
 
 
+@pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_sampling_from_the_likeliest_alone_is_greedy(pool, sampling):
+    prompt = tokens(9)
+    assert pool.complete(prompt, 20, temperature=5.0, seed=3, **sampling) == pool.complete(prompt, 20)
+
+
 def test_answers_carry_text_and_usage(running):
     answer = running.ask(prompt=tokens(4), max_tokens=3, temperature=0, return_token_ids=True).json()
     choice = answer["choices"][0]

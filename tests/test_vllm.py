@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,10 @@ from tiny import VLLM, write_recipe
 from configs.schema import ConfigError, load
 from extract.engine_vllm import command_line
 from extract.hf import HFVerifier
+from extract.obtain import StateSource
 from extract.pool import ExtractionError, Pool
+from extract.render import load_tokenizer
+from extract.rollout import Prompt, rollout
 from extract.serve import main as serve
 from store.objects import open_store
 from store.sample import discard, fetch
@@ -96,6 +100,26 @@ def test_a_rollout_publishes_its_own_states(vllm_extractor):
         wanted = verifier.prefill([sequence])[0]
         assert float(((states - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max()) < 1e-5
     pool.close()
+
+
+@pytest.mark.integration
+def test_rollouts_leave_their_states_in_the_cache(vllm_extractor, tmp_path):
+    """What `extract.rollout` kept on the way is what training asks for, but for the last token's state."""
+    config = vllm_extractor.config
+    store = config.store.model_copy(update={"keep": True, "cache_path": tmp_path / "cache"})
+    config = config.model_copy(update={"store": store, "rollout": config.rollout.model_copy(update={"states": True})})
+    prompts = [Prompt(str(index), [], [f"What is {index}?", "And why?"]) for index in range(6)]
+    rollout(config, prompts, tmp_path / "rollouts.jsonl", load_tokenizer(config.verifier), Pool(config))
+    source = StateSource(config, pool=None, keep=True)  # there is nobody to ask
+    verifier = HFVerifier(config.verifier.path, "float32", config.draft.taps)
+    source.contract = Pool(config).contract()
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").open()]
+    assert len(rows) == 12 and open_store(store).usage().keys == 0
+    for row in rows:
+        token_ids = row["prompt_ids"] + row["response_ids"]
+        states, wanted = source.buffer(len(token_ids)), verifier.prefill([token_ids])[0]
+        assert source.obtain(token_ids, states) and not states[-1].any()
+        assert float(((states - wanted).norm(dim=-1) / wanted.norm(dim=-1))[:-1].max()) < 1e-5
 
 
 @pytest.mark.integration

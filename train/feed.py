@@ -11,7 +11,7 @@ from torch import Tensor
 
 from configs.schema import Config
 from extract.obtain import StateSource
-from train.batch import Batch, Sample, block_size_at, lay_out, pack, place, total_steps
+from train.batch import Batch, Sample, block_size_at, end_step, lay_out, pack, place, total_steps
 
 
 class Feed:
@@ -55,7 +55,7 @@ class Feed:
             yield batch
 
     def _plan(self, first: int) -> Iterator[Batch]:
-        for step in range(first, self.total):
+        for step in range(first, end_step(self.total, self.config)):
             where = place(step, len(self.dataset), self.config)
             samples = [self.sample(row) for row in where.rows[self.rank :: self.world]]
             groups = pack(samples, self.config.train.micro_tokens) or [[]]

@@ -18,7 +18,7 @@ from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
 from store.contract import Contract, ContractMismatch, DataContract, StateContract, require_same
 from train import checkpoint
-from train.batch import Batch, block_size_at, place
+from train.batch import Batch, block_size_at, end_step, place
 from train.contract import DraftContract
 from train.draft import Draft, initialise
 from train.feed import Feed
@@ -155,14 +155,14 @@ def _first_states(training: Run) -> Tensor:
 def _steps(training: Run, first: int) -> None:
     """All steps from `first` on: sums are raw until the normaliser of the whole step is known, on all ranks alike."""
     config, ranks, total = training.config, training.world, training.feed.total
-    log = Log(config.run_dir, total, config.train.log_every) if ranks.rank == 0 else None
+    end, log = end_step(total, config), Log(config.run_dir, total, config.train.log_every) if ranks.rank == 0 else None
     if log:
-        print(f"handshake passed; {total - first} of {total} steps to go, {config.train.global_batch} samples each", flush=True)
+        print(f"handshake passed; {end - first} of {total} steps to go, {config.train.global_batch} samples each", flush=True)
     batches = training.feed.batches(first)
     parameters = list(training.draft.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    for step in range(first, total):
+    for step in range(first, end):
         watch = Stopwatch(ranks.device)
         lr = set_learning_rate(training.optimizers, step, total, config.train)
         sums = _accumulate(training, batches, block_size_at(step, total, config), watch)
@@ -182,7 +182,7 @@ def _steps(training: Run, first: int) -> None:
             means = summarise(sums[1 : 1 + len(SUMS)], sums[1 + len(SUMS) :].view(2, -1), float(sums[0]))
             trouble = {"drops": dict(training.feed.source.drops), "retries": dict(training.feed.source.retries)}
             log.step({"step": done, **means, "lr": lr, "seconds": watch.seconds, **trouble})
-        if ranks.rank == 0 and (done % config.train.checkpoint_every == 0 or done == total):
+        if ranks.rank == 0 and (done % config.train.checkpoint_every == 0 or done == end):
             checkpoint.save(config.run_dir / "checkpoints", done, training.draft, training.optimizers, training.contracts, training.config)
     if log:
         log.close()
