@@ -142,7 +142,7 @@ def test_sampling_is_repeatable_whoever_else_runs(running, pool):
 @pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}])
 def test_sampling_from_the_likeliest_alone_is_greedy(pool, sampling):
     prompt = tokens(9)
-    assert pool.complete(prompt, 20, temperature=5.0, seed=3, **sampling) == pool.complete(prompt, 20)
+    assert pool.complete(prompt, 20, temperature=2.0, seed=3, **sampling) == pool.complete(prompt, 20)
 
 
 def test_answers_carry_text_and_usage(running):

@@ -100,7 +100,7 @@ def test_messages_are_history_as_given(tmp_path, config, tokenizer):
 
 @pytest.mark.parametrize("special", [False, True])
 def test_reasoning_is_kept_apart(tmp_path, special):
-    tokenizer = load_tokenizer(Verifier(path=str(make_verifier(tmp_path, "chatml"))))
+    tokenizer = load_tokenizer(make_verifier(tmp_path, "chatml"))
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
     ids = tokenizer.encode("<think>Two and two.</think>\n\nIt is four.", add_special_tokens=False)
     message = assistant_message(tokenizer, [*ids, tokenizer.eos_token_id])
