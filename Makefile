@@ -27,9 +27,9 @@ demo-vllm: | .venv/vllm
 	$(MAKE) demo CONFIG=configs/smollm2_vllm.yaml RUN=runs/smollm2_vllm
 	$(PY) -m train.compare configs/smollm2_vllm.yaml
 
-# The verifier's answers, with both cores since nothing trains yet. What is interrupted goes on where it was.
+# What is interrupted goes on where it was.
 $(RUN)/data/data_contract.json: | $(VERIFIER)/config.json
-	$(PY) -m slurm.launch $(CONFIG) extract.threads=2 -- python -m extract.rollout $(CONFIG) --prompts $(PROMPTS) --output $(RUN)/rollouts.jsonl
+	$(PY) -m slurm.launch $(CONFIG) -- python -m extract.rollout $(CONFIG) --prompts $(PROMPTS) --output $(RUN)/rollouts.jsonl
 	$(PY) extract/prepare_data.py $(CONFIG) --data $(RUN)/rollouts.jsonl --output $(RUN)/data
 
 $(VERIFIER)/config.json: | .venv/installed

@@ -236,8 +236,10 @@ class Train(Section):
     markov_lr_scale: Annotated[float, Field(gt=0)] = 1.0
     muon: Muon = Muon()
     clip: Annotated[float, Field(gt=0)] = 1.0
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # ranks hold whole parameters, or rows of each (FSDP2)
     threads: Positive = 1  # CPU threads of one rank
     checkpoint_every: Positive = 500  # steps
+    keep_checkpoints: Positive = 3  # the newest
     log_every: Positive = 20  # steps
 
 

@@ -54,4 +54,4 @@ def random_draft(spec: DraftContract, seed: int = 0) -> Draft:
 def save_checkpoint(config, seed: int = 0) -> Path:
     """A checkpoint of a random draft as the recipe means it."""
     spec = DraftContract.resolve(config)
-    return checkpoint.save(config.run_dir / "checkpoints", 1, random_draft(spec, seed), [], {"draft": spec}, config)
+    return checkpoint.save(config.run_dir / "checkpoints", 1, random_draft(spec, seed).state_dict(), [], {"draft": spec}, config)

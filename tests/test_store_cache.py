@@ -136,6 +136,8 @@ def test_several_writers_and_sigkill_at_any_moment(tmp_path):
             assert cache.usage().bytes <= 20 * ENTRY
         writer.kill()
         writer.wait()
-    usage = cache.usage()
-    assert usage.keys == 20 and usage.bytes == 20 * ENTRY
-    assert len(held(cache, range(60))) == 20, "an entry was not whole"
+    whole = cache.usage().keys  # a writer that is killed after it made room leaves room, at most one entry each
+    assert 17 <= whole <= 20 and len(held(cache, range(60))) == whole, "an entry was not whole"
+    for seed in range(60, 63):
+        cache.put(CONTRACT, tokens(seed), states(seed))
+    assert cache.usage().keys == 20 and cache.usage().bytes == 20 * ENTRY, "room was lost"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from itertools import chain, pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.multiprocessing as mp
 from datasets import load_from_disk
 from in_process import InProcessPool, greedy, save_data
 from safetensors.torch import load_file
-from tiny import write_recipe
+from tiny import ROOT, write_recipe
 
 from configs.schema import Config, load
 from extract.hf import HFVerifier
@@ -26,7 +27,9 @@ from train import checkpoint, loop
 from train.batch import place, total_steps
 from train.contract import DraftContract
 from train.decode import speculate
+from train.draft import Draft
 from train.formats import describe
+from train.optimizer import _cost, share_out
 from train.verifier import FrozenVerifier
 
 SAMPLES = 5  # in steps of 2: the last step of an epoch leaves the second of two ranks without a sample
@@ -112,24 +115,69 @@ def test_accumulation_equals_none(data, tiny_verifier, monkeypatch):
         assert single[step]["slots"] == line["slots"]
 
 
-def _rank(rank: int, size: int, port: int, path: str) -> None:
+def _rank(rank: int, size: int, port: int, path: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     loop.Pool = InProcessPool
     loop.train(load(path))
 
 
-@pytest.mark.integration
-def test_two_ranks_equal_one(data, tiny_verifier, monkeypatch):
-    alone, both = (recipe(data, tiny_verifier("llama"), name) for name in ("alone", "both"))
-    expected = run(alone, monkeypatch)
+def run_ranks(data: Path, config: Config, size: int) -> dict[int, dict]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    mp.spawn(_rank, (2, port, str(data / "recipes" / "both" / "recipe.yaml")), nprocs=2)
-    for step, line in curve(both).items():
+    mp.spawn(_rank, (size, port, data / "recipes" / config.run_dir.name / "recipe.yaml"), nprocs=size)
+    return curve(config)
+
+
+def assert_same_run(ours: Config, theirs: Config) -> None:
+    expected = curve(theirs)
+    assert curve(ours).keys() == expected.keys()
+    for step, line in curve(ours).items():
         assert line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5)
         assert (line["slots"], line["samples"]) == (expected[step]["slots"], expected[step]["samples"])
-    for name, tensor in weights(alone).items():
-        torch.testing.assert_close(weights(both)[name], tensor, rtol=1e-3, atol=1e-5)
+    for name, tensor in weights(theirs).items():
+        torch.testing.assert_close(weights(ours)[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
+def test_many_ranks_equal_one_and_another_number_goes_on(data, tiny_verifier, monkeypatch, parallel, ranks):
+    """Steps of 3 and 2 samples, one a micro-step: some ranks have less to do than others, or nothing."""
+    names = f"alone_{parallel}{ranks}", f"{parallel}{ranks}"
+    alone, many = (recipe(data, tiny_verifier("llama"), name, parallel=parallel, global_batch=3, micro_tokens=1) for name in names)
+    run(alone, monkeypatch)
+    run_ranks(data, many, ranks)
+    assert_same_run(many, alone)
+    (many.run_dir / "checkpoints" / "latest").write_text("step_00000003")
+    run(many, monkeypatch)
+    assert_same_run(many, alone)
+
+
+def test_muon_shares_out_each_matrix_once_and_evenly():
+    with torch.device("meta"):
+        draft = Draft(DraftContract.resolve(load(ROOT / "configs" / "kimi_k3.yaml", ["verifier.path=/nowhere"])))
+    matrices = [matrix for name, matrix in draft.named_parameters() if matrix.dim() == 2 and "markov" not in name]
+    rounds = share_out(matrices, 4)
+    assert sorted(id(matrix) for matrix in chain(*rounds) if matrix is not None) == sorted(map(id, matrices))
+    loads = [sum(_cost(matrix) for matrix in mine if matrix is not None) for mine in zip(*rounds)]
+    assert max(loads) < 1.1 * min(loads)
+
+
+def test_the_newest_checkpoints_stay_and_what_was_cut_short_is_none(data, tiny_verifier, monkeypatch):
+    config = recipe(data, tiny_verifier("llama"), "kept", checkpoint_every=1, keep_checkpoints=2)
+    cut = config.run_dir / "checkpoints" / ".step_00000007"
+    cut.mkdir(parents=True)
+    run(config, monkeypatch)
+    assert sorted(path.name for path in cut.parent.iterdir()) == ["latest", "step_00000008", "step_00000009"]
+
+
+def test_other_data_is_refused_with_what_differs(data, tiny_verifier, monkeypatch, tmp_path):
+    config = recipe(data, tiny_verifier("llama"), "moved", epochs=1)
+    run(config, monkeypatch)
+    rows = load_from_disk(str(config.data.path))
+    rows.select(range(1, SAMPLES)).save_to_disk(str(tmp_path / "fewer"))
+    shutil.copy(config.data.path / "data_contract.json", tmp_path / "fewer")
+    with pytest.raises(ContractMismatch, match=r"order contract: content: .*; rows: 4 here, 5 there"):
+        run(changed(config, data={"path": tmp_path / "fewer"}), monkeypatch)
 
 
 def shift_last(states):

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 from test_extractor_conformance import HIDDEN, tokens
-from tiny import VLLM, write_recipe
+from tiny import ROOT, VLLM, write_recipe
 
 from configs.schema import ConfigError, load
 from extract.engine_vllm import command_line
@@ -69,6 +69,11 @@ def test_a_verifier_that_vllm_cannot_serve_is_one_line(tiny_verifier, tmp_path, 
     assert (
         err.startswith("extract.serve: draft.taps") and "has 4 layers, so a tap is one of 0..3" in err and err.count("\n") == 1 and not out
     )
+
+
+def test_the_demos_train_alike():
+    ours, theirs = (load(ROOT / "configs" / f"smollm2_{level}.yaml") for level in ("vllm", "embedded"))
+    assert all(getattr(ours, part) == getattr(theirs, part) for part in ("draft", "loss", "train", "rollout", "launch", "verifier"))
 
 
 def ask(running, sample: str, prompt: list[int], **body) -> httpx.Response:

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass
+class Packing:
+    """Documents of a packed batch: document i owns the context tokens `tokens[i]` and the blocks `blocks[i]`, both in order."""
+
+    tokens: list[slice]
+    blocks: list[slice]
 
 
 def context_visible(anchors: Tensor, length: int, block_size: int, window: int | None) -> Tensor:
@@ -29,6 +39,26 @@ def block_visible(block_size: int, causal: bool, window: int | None, device: tor
 
 
 def attend(
+    query: Tensor,
+    context_kv: tuple[Tensor, Tensor],
+    block_kv: tuple[Tensor, Tensor],
+    anchors: Tensor,
+    causal: bool,
+    window: int | None,
+    packing: Packing | None = None,
+) -> Tensor:
+    """Attention of blocks as `two_part` has it. With a packing D is 1, all documents of the batch share T and A, and each sees
+    itself alone."""
+    if packing is None:
+        return two_part(query, context_kv, block_kv, anchors, causal, window)
+    parts = []
+    for tokens, blocks in zip(packing.tokens, packing.blocks, strict=True):
+        context, own = ([x[:, part] for x in pair] for part, pair in ((tokens, context_kv), (blocks, block_kv)))
+        parts.append(two_part(query[:, blocks], context, own, anchors[:, blocks], causal, window))
+    return torch.cat(parts, 1)
+
+
+def two_part(
     query: Tensor, context_kv: tuple[Tensor, Tensor], block_kv: tuple[Tensor, Tensor], anchors: Tensor, causal: bool, window: int | None
 ) -> Tensor:
     """Two-part attention: keys of the document's context and keys of the own block, merged by their shared log-sum-exp,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import Tensor
 
 from configs.schema import Config
+from store.contract import Contract
 from train.anchors import draw_anchors, valid_slots
 
 
@@ -27,6 +30,22 @@ class Place(NamedTuple):
     step: int
     epoch: int
     rows: np.ndarray
+
+
+class Order(Contract):
+    """What must not change within a run for `place` to mean the same samples."""
+
+    rows: int
+    content: str  # hash of rows all over the data set
+    seed: int
+    global_batch: int
+
+    @classmethod
+    def of(cls, dataset: Dataset, config: Config) -> Order:
+        digest = hashlib.sha256()
+        for row in np.linspace(0, len(dataset) - 1, min(64, len(dataset)), dtype=int).tolist():
+            digest.update(dataset[row]["input_ids"].tobytes() + dataset[row]["loss_mask"].tobytes())
+        return cls(rows=len(dataset), content=digest.hexdigest()[:16], seed=config.seed, global_batch=config.train.global_batch)
 
 
 def place(step: int, rows: int, config: Config) -> Place:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from train.attention import attend
+from train.attention import Packing, attend
 from train.contract import DraftContract
 from train.rope import frequencies, rotate, softmax_scale
 
@@ -31,10 +31,10 @@ class GQAttention(nn.Module):
         key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.gqa.head_dim)))
         return self._rotate(key, positions), self.v_proj(x).unflatten(-1, (-1, self.gqa.head_dim))
 
-    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], packing: Packing | None = None) -> Tensor:
         query = self._rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.gqa.head_dim))), positions)
         query = query * softmax_scale(self.gqa.head_dim)
-        mixed = attend(query, context, self.keys_values(x, positions), positions[..., 0], self.causal, self.window)
+        mixed = attend(query, context, self.keys_values(x, positions), positions[..., 0], self.causal, self.window, packing)
         return self.o_proj(mixed.flatten(-2))
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:

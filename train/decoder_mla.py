@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from train.attention import attend
+from train.attention import Packing, attend
 from train.contract import DraftContract
 from train.rope import frequencies, rotate, softmax_scale
 
@@ -34,14 +34,14 @@ class MLAttention(nn.Module):
         latent, rotary = self.kv_a_proj_with_mqa(x).split((self.mla.kv_lora_rank, self.mla.qk_rope_head_dim), -1)
         return self.kv_a_layernorm(latent), self._rotate(rotary[..., None, :], positions).squeeze(-2)
 
-    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], packing: Packing | None = None) -> Tensor:
         mla = self.mla
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (mla.heads, -1))
         nope, rotary = query.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), -1)
         query = torch.cat((nope, self._rotate(rotary, positions)), -1)
         query = query * softmax_scale(query.shape[-1], mla.yarn)
         own = self._per_head(*self.keys_values(x, positions))
-        mixed = attend(query, self._per_head(*context), own, positions[..., 0], self.causal, self.window)
+        mixed = attend(query, self._per_head(*context), own, positions[..., 0], self.causal, self.window, packing)
         return self.o_proj(mixed.flatten(-2))
 
     def _per_head(self, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:

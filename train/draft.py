@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from train.attention import Packing
 from train.contract import DraftContract
 from train.decoder_gqa import GQAttention
 from train.decoder_mla import MLAttention
@@ -21,10 +22,6 @@ class Context:
     """What each draft layer keeps of every context token, [D, T, ...], computed once."""
 
     layers: list[tuple[Tensor, Tensor]]
-
-    def document(self, start: int, stop: int) -> Context:
-        """The part of one document in a packed buffer."""
-        return Context([(first[:, start:stop], second[:, start:stop]) for first, second in self.layers])
 
 
 class MLP(nn.Module):
@@ -46,8 +43,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = MLP(spec)
 
-    def forward(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), positions, context)
+    def forward(self, x: Tensor, positions: Tensor, feature: Tensor, context_positions: Tensor, packing: Packing) -> Tensor:
+        return self.block(x, positions, self.self_attn.keys_values(feature, context_positions), packing)
+
+    def block(self, x: Tensor, positions: Tensor, context: tuple[Tensor, Tensor], packing: Packing | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), positions, context, packing)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -89,10 +89,20 @@ class Draft(nn.Module):
         # Token ids of a reduced vocabulary, ascending.
         self.register_buffer("kept", torch.arange(spec.draft_vocab_size) if spec.reduced else None)
 
+    def forward(self, taps: Tensor, context_positions: Tensor, embeddings: Tensor, anchors: Tensor, packing: Packing) -> Tensor:
+        """`context` and `block` of a packed batch in one call (D = 1), which is what sharded parameters need."""
+        feature, positions, x = self.feature(taps), slot_positions(anchors, embeddings.shape[2]), embeddings
+        for layer in self.layers:
+            x = layer(x, positions, feature, context_positions, packing)
+        return self.norm(x)
+
+    def feature(self, taps: Tensor) -> Tensor:
+        """taps [D, T, m * H], ascending → what feeds every layer's context keys and values, without that layer's input norm."""
+        return self.hidden_norm(self.fc(taps / self.tap_scale))
+
     def context(self, taps: Tensor, positions: Tensor) -> Context:
-        """taps [D, T, m * H], ascending; positions [D, T] in the document. The same feature feeds every layer's keys and
-        values, without that layer's input norm."""
-        feature = self.hidden_norm(self.fc(taps / self.tap_scale))
+        """taps [D, T, m * H]; positions [D, T] in the document."""
+        feature = self.feature(taps)
         return Context([layer.self_attn.keys_values(feature, positions) for layer in self.layers])
 
     def block(self, embeddings: Tensor, anchors: Tensor, context: Context) -> Tensor:
@@ -101,11 +111,14 @@ class Draft(nn.Module):
         embeddings [D, A, B, Hd]: the anchor token's, then the mask token's; anchors [D, A]: positions in the document.
         Returns final-normed states [D, A, B, Hd]; slot k's predicts the token at anchor + k + 1.
         """
-        positions = anchors[..., None] + torch.arange(embeddings.shape[2], device=anchors.device)
-        x = embeddings
+        x, positions = embeddings, slot_positions(anchors, embeddings.shape[2])
         for layer, kept in zip(self.layers, context.layers, strict=True):
-            x = layer(x, positions, kept)
+            x = layer.block(x, positions, kept)
         return self.norm(x)
+
+
+def slot_positions(anchors: Tensor, block_size: int) -> Tensor:
+    return anchors[..., None] + torch.arange(block_size, device=anchors.device)
 
 
 @torch.no_grad()

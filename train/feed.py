@@ -15,8 +15,8 @@ from train.batch import Batch, Sample, block_size_at, end_step, lay_out, pack, p
 
 
 class Feed:
-    """`batches(first)` yields this rank's micro-steps from step `first` on; every step ends with a batch marked `last`,
-    which is empty if the rank has nothing in that step."""
+    """`batches(first)` yields this rank's micro-steps from step `first` on; every step ends with a batch marked `last`. All ranks
+    have the same number of them: where a rank has less to do, the last ones are empty."""
 
     def __init__(self, dataset: Dataset, config: Config, source: StateSource, rank: int, world: int):
         self.dataset, self.config, self.source = dataset, config, source
@@ -51,14 +51,18 @@ class Feed:
             batch, futures = pending.popleft()
             ahead -= max(1, len(batch.documents))
             made = [future.result() for future in futures]
+            for document, ok in zip(batch.documents, made, strict=True):
+                if not ok:  # whatever lies there could be infinite, which a gradient of zero does not heal
+                    batch.states[document.start : document.stop] = 0
             batch.documents = [document for document, ok in zip(batch.documents, made, strict=True) if ok]
             yield batch
 
     def _plan(self, first: int) -> Iterator[Batch]:
         for step in range(first, end_step(self.total, self.config)):
             where = place(step, len(self.dataset), self.config)
-            samples = [self.sample(row) for row in where.rows[self.rank :: self.world]]
-            groups = pack(samples, self.config.train.micro_tokens) or [[]]
+            shares = [[self.sample(row) for row in where.rows[rank :: self.world]] for rank in range(self.world)]
+            packed = [pack(samples, self.config.train.micro_tokens) for samples in shares]
+            groups = packed[self.rank] + [[]] * (max(map(len, packed)) - len(packed[self.rank]))
             for number, group in enumerate(groups, 1):
                 documents = lay_out(group, where.epoch, block_size_at(step, self.total, self.config), self.config)
                 yield Batch(step, documents, self.source.buffer(sum(len(s.token_ids) for s in group)), last=number == len(groups))

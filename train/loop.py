@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from datasets import Dataset, load_from_disk
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from configs.schema import Config
 from extract.captured import RECORD, Captured
@@ -18,7 +19,7 @@ from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
 from store.contract import Contract, ContractMismatch, DataContract, StateContract, require_same
 from train import checkpoint
-from train.batch import Batch, block_size_at, end_step, place
+from train.batch import Batch, Order, block_size_at, end_step, place
 from train.contract import DraftContract
 from train.draft import Draft, initialise
 from train.feed import Feed
@@ -42,7 +43,6 @@ class Run:
     feed: Feed
     draft: Draft
     frozen: FrozenVerifier
-    optimizers: list[torch.optim.Optimizer]
     contracts: dict[str, Contract]
 
 
@@ -66,10 +66,17 @@ def train(config: Config, from_draft: Path | None = None) -> None:
             _agree(config, ranks, source, frozen, dataset)
             data = DataContract.model_validate_json((config.data.path / "data_contract.json").read_text())
             contracts = {"draft": spec, "states": source.contract, "data": data}
-            draft.to(ranks.device)
-            training = Run(config, ranks, feed, draft, frozen, build_optimizers(draft, config.train), contracts)
-            first = _start(training, dataset, warm=from_draft is None)
-            _steps(training, first)
+            if config.rounds is None:  # each round has samples of its own
+                contracts["order"] = Order.of(dataset, config)
+            training = Run(config, ranks, feed, draft.to(ranks.device), frozen, contracts)
+            found = checkpoint.latest(config.run_dir / "checkpoints")
+            first = checkpoint.resume(found, draft, contracts) if found else _start(training, dataset, warm=from_draft is None)
+            if config.train.parallel == "fsdp" and ranks.size > 1:
+                ranks.shard(draft)
+            optimizers = build_optimizers(draft, config.train, ranks)
+            if found:
+                checkpoint.resume_optimizers(found, optimizers)
+            _steps(training, optimizers, first)
         finally:
             feed.close()
 
@@ -133,13 +140,10 @@ def _examples(config: Config, source: StateSource, dataset: Dataset) -> tuple[St
 
 
 def _start(training: Run, dataset: Dataset, warm: bool) -> int:
-    """Weights of step `first`: the latest checkpoint's, or rank 0's, after its warm start."""
-    found = checkpoint.latest(training.config.run_dir / "checkpoints")
-    if found:
-        return checkpoint.resume(found, training.draft, training.optimizers, training.contracts)
+    """Weights of a new run: rank 0's, after its warm start. Returns step 0."""
     if training.world.rank == 0 and warm:
         warm_start(training.draft, training.frozen, dataset, _first_states(training), training.config)
-    training.world.from_rank_0_(training.draft.state_dict().values())
+    training.world.from_rank_(training.draft.state_dict().values())
     return 0
 
 
@@ -152,7 +156,7 @@ def _first_states(training: Run) -> Tensor:
     return torch.cat(parts)
 
 
-def _steps(training: Run, first: int) -> None:
+def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -> None:
     """All steps from `first` on: sums are raw until the normaliser of the whole step is known, on all ranks alike."""
     config, ranks, total = training.config, training.world, training.feed.total
     end, log = end_step(total, config), Log(config.run_dir, total, config.train.log_every) if ranks.rank == 0 else None
@@ -164,15 +168,15 @@ def _steps(training: Run, first: int) -> None:
         parameter.grad = torch.zeros_like(parameter)
     for step in range(first, end):
         watch = Stopwatch(ranks.device)
-        lr = set_learning_rate(training.optimizers, step, total, config.train)
+        lr = set_learning_rate(optimizers, step, total, config.train)
         sums = _accumulate(training, batches, block_size_at(step, total, config), watch)
-        ranks.sum_([sums, *(parameter.grad for parameter in parameters)])
+        ranks.sum_([sums, *(parameter.grad for parameter in parameters if not isinstance(parameter, DTensor))])  # those are sums
         normaliser = float(sums[1])
         if normaliser > 0:  # else no rank had a valid slot: the step is counted and changes nothing
             for parameter in parameters:
                 parameter.grad.div_(normaliser)
             torch.nn.utils.clip_grad_norm_(parameters, config.train.clip)
-            for optimizer in training.optimizers:
+            for optimizer in optimizers:
                 optimizer.step()
         for parameter in parameters:
             parameter.grad.zero_()
@@ -182,8 +186,9 @@ def _steps(training: Run, first: int) -> None:
             means = summarise(sums[1 : 1 + len(SUMS)], sums[1 + len(SUMS) :].view(2, -1), float(sums[0]))
             trouble = {"drops": dict(training.feed.source.drops), "retries": dict(training.feed.source.retries)}
             log.step({"step": done, **means, "lr": lr, "seconds": watch.seconds, **trouble})
-        if ranks.rank == 0 and (done % config.train.checkpoint_every == 0 or done == end):
-            checkpoint.save(config.run_dir / "checkpoints", done, training.draft, training.optimizers, training.contracts, training.config)
+        if done % config.train.checkpoint_every == 0 or done == end:
+            weights, *states = training.draft.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)
+            checkpoint.save(config.run_dir / "checkpoints", done, weights, states, training.contracts, config, ranks.rank)
     if log:
         log.close()
 
@@ -198,8 +203,7 @@ def _accumulate(training: Run, batches: Iterator[Batch], block_size: int, watch:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             part = run(training.draft, training.frozen, batch, block_size, training.config.loss, device)
         watch.mark("forward")
-        if part.objective.requires_grad:
-            part.objective.backward()
+        part.objective.backward()
         watch.mark("backward")
         sums += torch.cat((part.objective.detach().double().cpu()[None], part.counts, part.per_slot.flatten()))
         last = batch.last

@@ -117,9 +117,9 @@ class _ChunkedTerms(torch.autograd.Function):
             part = slice(start, stop)
             first = int(rows[start])
             q = heads.teacher_logits(teacher[first : int(rows[stop - 1]) + 1]).to(statistics)
-            q = (q - q.logsumexp(-1, keepdim=True)).exp_()  # as p below, so that equal logits give equal bits
-            best = q.argmax(-1)[rows[part] - first]
-            q = (q if heads.kept is None else q[:, heads.kept])[rows[part] - first]
+            best, log_sum = q.argmax(-1)[rows[part] - first], q.logsumexp(-1, keepdim=True)
+            q = q if heads.kept is None else q[:, heads.kept]
+            q = (q - log_sum).exp_()[rows[part] - first]  # as p below, so that equal logits give equal bits
             z = heads.draft_logits(hidden[part]).to(statistics)
             z = z + (embedding[part].to(dtype) @ markov_w2.to(dtype).mT).to(statistics)
             guess, log_normaliser = heads.token_ids(z.argmax(-1)), z.logsumexp(-1)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from configs.schema import Loss
-from train.batch import Batch, Document
-from train.draft import Draft
+from train.attention import Packing
+from train.batch import Batch, Document, Sample
+from train.draft import Draft, slot_positions
 from train.objective import Slots, confidence_sum, normaliser, slot_terms, slot_weights
 from train.verifier import FrozenVerifier
 
@@ -31,27 +34,39 @@ class Sums:
 
 
 def run(draft: Draft, frozen: FrozenVerifier, batch: Batch, block_size: int, loss: Loss, device: torch.device) -> Sums:
-    """Objective of one micro-step; only valid slots reach the head."""
-    weights_by_slot = slot_weights(block_size, loss.decay_gamma, device)
+    """Objective of one micro-step; only valid slots reach the head. A batch without any makes its pass all the same, since the
+    collectives of sharded parameters are in it, on a stand-in that counts for nothing."""
     states = batch.states.to(device, non_blocking=True)
-    parts = [part for document in batch.documents if (part := _document(draft, frozen, document, states, block_size, device))]
-    if not parts:
-        counts = torch.tensor([0.0] * (len(SUMS) - 2) + [batch.tokens, len(batch.documents)], dtype=torch.float64)
-        return Sums(torch.zeros((), device=device), counts, torch.zeros(2, block_size).double())
-    hidden, previous, labels, rows, position, valid = (torch.cat(column) for column in zip(*parts, strict=True))
+    documents, counted = [document for document in batch.documents if document.valid.any()], 1.0
+    if not documents:
+        documents, counted, states = [_stand_in(block_size)], 0.0, states.new_zeros(2, *states.shape[1:])
+    ids, positions = (torch.zeros(len(states), dtype=torch.int64) for _ in range(2))
+    for document in documents:
+        ids[document.start : document.stop] = torch.from_numpy(document.sample.token_ids)
+        positions[document.start : document.stop] = torch.arange(document.stop - document.start)
+    ids, positions = ids.to(device), positions.to(device)
+    first = torch.cat([document.start + document.anchors for document in documents]).to(device)  # packed row of each anchor
+    valid = torch.cat([document.valid for document in documents]).to(device)
+    ends = list(accumulate((len(document.anchors) for document in documents), initial=0))
+    packing = Packing([slice(document.start, document.stop) for document in documents], [slice(*pair) for pair in pairwise(ends)])
 
-    distinct, teacher_row = rows.unique(return_inverse=True)
-    weights = weights_by_slot[position]
-    slots = Slots(hidden, previous, labels, weights, frozen.final_norm(states[distinct, -1]), teacher_row)
+    slots = frozen.slot_embeddings(ids[first], draft.spec.mask_token_id, block_size)
+    taps = states[:, :-1].flatten(1).to(torch.float32)
+    hidden = draft(taps[None], positions[None], slots[None], positions[first][None], packing)[0][valid]
+    row = slot_positions(first, block_size)[valid]  # of the token right before the label, whose teacher predicts it
+    previous, labels = ids[row], ids[row + 1]
+    weights = counted * slot_weights(block_size, loss.decay_gamma, device).expand_as(valid)[valid]
+
+    distinct, teacher_row = row.unique(return_inverse=True)
+    taught = Slots(hidden, previous, labels, weights, frozen.final_norm(states[distinct, -1]), teacher_row)
     markov = draft.markov_head
-    terms = slot_terms(slots, markov.markov_w1.weight, markov.markov_w2.weight, frozen.heads, loss)
+    terms = slot_terms(taught, markov.markov_w1.weight, markov.markov_w2.weight, frozen.heads, loss)
     logits = draft.confidence_head(hidden, F.embedding(previous, markov.markov_w1.weight))
     overlap = 1 - terms.tv
     objective = terms.weighted_sum + loss.confidence * confidence_sum(logits, overlap, weights)
 
     accepted = torch.zeros(valid.shape, dtype=torch.bool, device=device)
     accepted[valid] = terms.accepted
-    run_length = accepted.cumprod(1).sum()
     counts = [
         normaliser(weights, loss.denominator),
         len(weights),
@@ -59,27 +74,14 @@ def run(draft: Draft, frozen: FrozenVerifier, batch: Batch, block_size: int, los
         terms.ce.sum(),
         terms.tv.sum(),
         terms.accepted.sum(),
-        run_length,
+        accepted.cumprod(1).sum(),
         (logits.detach().sigmoid() - overlap).abs().sum(),
-        batch.tokens,
-        len(batch.documents),
     ]
-    per_slot = torch.stack((valid.sum(0), accepted.sum(0))).double().cpu()
-    return Sums(objective, torch.tensor([float(count) for count in counts], dtype=torch.float64), per_slot)
+    counts = [*(counted * float(count) for count in counts), batch.tokens, len(batch.documents)]
+    per_slot = counted * torch.stack((valid.sum(0), accepted.sum(0))).double().cpu()
+    return Sums(objective, torch.tensor(counts, dtype=torch.float64), per_slot)
 
 
-def _document(draft: Draft, frozen: FrozenVerifier, document: Document, states: Tensor, block_size: int, device: torch.device):
-    """Valid slots of one document: hidden [S, Hd], previous, label, packed teacher row, slot number [S], valid [A, B]; None
-    without any."""
-    valid = document.valid.to(device)
-    if not valid.any():
-        return None
-    tokens = torch.from_numpy(document.sample.token_ids).to(device, torch.int64)
-    anchors = document.anchors.to(device)
-    taps = states[document.start : document.stop, :-1].flatten(1).to(torch.float32)
-    context = draft.context(taps[None], torch.arange(len(tokens), device=device)[None])
-    slots = frozen.slot_embeddings(tokens[anchors], draft.spec.mask_token_id, block_size)
-    hidden = draft.block(slots[None], anchors[None], context)[0][valid]
-    slot = torch.arange(block_size, device=device).expand_as(valid)[valid]
-    position = (anchors[:, None] + torch.arange(block_size, device=device))[valid]  # of the token right before the label
-    return hidden, tokens[position], tokens[position + 1], document.start + position, slot, valid
+def _stand_in(block_size: int) -> Document:
+    sample = Sample(-1, np.zeros(2, np.int64), np.ones(2, np.uint8))
+    return Document(sample, 0, 2, torch.tensor([0]), torch.arange(block_size)[None] == 0)

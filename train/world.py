@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,19 @@ class World:
             for tensor in tensors:
                 dist.all_reduce(tensor)
 
-    def from_rank_0_(self, tensors: Iterable[Tensor]) -> None:
+    def from_rank_(self, tensors: Iterable[Tensor], source: int = 0) -> None:
+        """Replace each tensor by what `source` has."""
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor, source)
+
+    def shard(self, draft: nn.Module) -> None:
+        """FSDP2: each rank keeps its rows of every parameter, and gradients come out as sums over ranks."""
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        for module in (*draft.layers, draft):
+            fully_shard(module, mesh=mesh)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
     def object_from_rank_0(self, value):
         """Rank 0's value (a small picklable one) on every rank."""
