@@ -80,15 +80,29 @@ class Extract(Section):
     environment: dict[str, str] = {}  # of the engine's processes
 
 
+class Mooncake(Section):
+    """The Mooncake store: a master (`store.master`), and memory of the processes that put."""
+
+    host: str = "127.0.0.1"  # the master's address, on the fabric; each client finds its own by the route to it
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    devices: str = ""  # of RDMA, with commas between; empty: Mooncake chooses
+    deadline_s: Positive = 5  # without an answer or a byte from a peer; the call that waits for it fails then
+    lease_s: Positive = 60  # longer than the slowest read of one object
+    release_s: Positive = 120  # until the space of a put that never ended is used again: longer than the slowest put
+    orphan_s: Positive = 120  # until an object that nobody removed has lost its consumer: longer than a fetch of a sample waits
+
+
 class Store(Section):
     """Where states go. Streaming objects and the durable cache have a byte budget each."""
 
-    kind: Literal["local"] = "local"
-    path: Path  # of the streaming objects: a memory file system is best
+    kind: Literal["local", "mooncake"] = "local"
+    path: Path  # local: of the streaming objects, a memory file system is best; mooncake: where the master says its address
     bytes: Bytes = 1 << 30
+    codec: Literal["raw", "fp8", "fp8_all"] = "raw"  # fp8: e4m3, one scale per token and tap; fp8_all: the last state too
     keep: bool = False  # also put what was fetched into the durable cache
     cache_path: Path | None = None
     cache_bytes: Bytes = 8 << 30
+    mooncake: Mooncake = Mooncake()
 
     @model_validator(mode="after")
     def _cache_has_a_place(self):
@@ -238,6 +252,7 @@ class Train(Section):
     clip: Annotated[float, Field(gt=0)] = 1.0
     parallel: Literal["ddp", "fsdp"] = "ddp"  # ranks hold whole parameters, or rows of each (FSDP2)
     threads: Positive = 1  # CPU threads of one rank
+    stuck_s: Annotated[float, Field(gt=0)] = 3600.0  # a rank that waits so long for another one ends; longer than any wait for states
     checkpoint_every: Positive = 500  # steps
     keep_checkpoints: Positive = 3  # the newest
     log_every: Positive = 20  # steps
@@ -252,12 +267,22 @@ class Evaluate(Section):
     threads: Positive = 1
 
 
+class Restarts(Section):
+    """How often a role that dies is started again before its death ends the launch."""
+
+    master: Annotated[int, Field(ge=0)] = 0
+    extractor: Annotated[int, Field(ge=0)] = 0  # each
+    trainer: Annotated[int, Field(ge=0)] = 0  # all ranks together, from the latest checkpoint
+
+
 class Launch(Section):
     """Roles that `slurm.launch` starts on this machine."""
 
     extractors: Annotated[int, Field(ge=0, le=1)] = 1  # 0: all states are in the durable cache
     trainers: Positive = 1
+    restarts: Restarts = Restarts()
     ready_s: Annotated[float, Field(gt=0)] = 1800.0  # an extractor answers by then
+    stuck_s: Annotated[float, Field(gt=0)] = 60.0  # a service that answers nothing for so long counts as dead
     grace_s: Annotated[float, Field(ge=0)] = 10.0  # between SIGTERM and SIGKILL
 
 

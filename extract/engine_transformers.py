@@ -23,7 +23,7 @@ from extract.hf import HFVerifier
 from extract.pool import ExtractionError
 from extract.protocol import check_prompt
 from store.objects import ObjectStore, StoreError
-from store.sample import all_finite, discard, publish, put_slice
+from store.sample import put_sample
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class TransformersEngine:
         self.settings, self.store, self.seed = config.extract, store, config.seed
         verifier = config.verifier
         self.verifier = HFVerifier(verifier.path, verifier.dtype, config.draft.taps, verifier.trust_remote_code)
-        self.contract = self.verifier.contract
+        self.contract = self.verifier.contract.model_copy(update={"codec": config.store.codec})
         self.counts: Counter[str] = Counter()  # tokens made and generated, samples, completions: for the progress line
         self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
         self._samples: deque[Ask] = deque()
@@ -160,17 +160,10 @@ class TransformersEngine:
         """Put one sample, so that it is complete or leaves nothing. Raises ExtractionError, StoreError."""
         if ask.abandoned:
             raise ExtractionError("abandoned", "nobody waits for it")
-        if not all_finite(states):
-            raise ExtractionError("non_finite", "the verifier's states of these tokens are not finite")
         try:
-            piece = put_slice(self.store, ask.sample, 0, states, 0)
+            put_sample(self.store, ask.sample, self.contract, ask.prompt, states)
         except ValueError as error:  # the name is taken or is none; whoever has it keeps it
             raise ExtractionError("bad_request", str(error)) from None
-        try:
-            publish(self.store, ask.sample, self.contract, ask.prompt, [piece])
-        except BaseException:
-            discard(self.store, ask.sample)
-            raise
 
     def _admit(self, batch: list[Ask]) -> None:
         """Fill the next slots with prompts but for their last tokens, which join the others' decoding step."""

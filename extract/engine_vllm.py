@@ -172,14 +172,14 @@ def command_line(config: Config, node_rank: int, master_addr: str, master_port: 
 def state_contract(vllm_config) -> StateContract:
     """What the states of a running engine are, by the engine's own configuration. Raises ValueError where they are unusable."""
     _refuse(vllm_config)
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model, cache, extra = vllm_config.model_config, vllm_config.cache_config, vllm_config.kv_transfer_config.kv_connector_extra_config
     return StateContract(
-        verifier=vllm_config.kv_transfer_config.kv_connector_extra_config["fingerprint"],
+        verifier=extra["fingerprint"],
         taps=tuple(_layer_ids(vllm_config)[:-1]),
         last="pre_norm",
         residual="prefix/stream" if getattr(model.hf_text_config, "attn_res_block_size", None) else "stream",
         dtype=str(model.dtype).removeprefix("torch."),
-        codec="raw",
+        codec=extra["config"]["store"]["codec"],
         engine={
             "name": "vllm",
             "version": _version(),

@@ -11,8 +11,8 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from configs.schema import Config
 from extract.pool import HOPELESS, ExtractionError, Pool
 from store.cache import DurableCache
 from store.contract import StateContract
-from store.objects import Full, StoreError, open_store, run_prefix
-from store.sample import discard, fetch
+from store.objects import Full, Gone, StoreError, open_store, run_prefix
+from store.sample import MAX_PARTS, discard, fetch
 from store.verifier import text_config
 
+AWAY = frozenset({"no_room", "store_gone", "no_extractor", "unreachable", "draining"})  # causes that pass: full, or being restarted
 OF_THE_SAMPLE = HOPELESS | {"non_finite"}  # causes that cost the sample and not the run
 MANIFEST_BYTES = 4096, 12  # of a sample, and of each of its token ids, at most
 
@@ -39,7 +40,7 @@ class StateSource:
     contract: StateContract
 
     def __init__(self, config: Config, pool: Pool, rank: int = 0, world: int = 1, keep: bool = False):
-        self.pool, self.rank, self.attempts = pool, rank, config.pool.attempts
+        self.pool, self.rank, self.settings = pool, rank, config.pool
         self.width = text_config(config.verifier.path)["hidden_size"]
         self.store = open_store(config.store)
         self.cache = DurableCache(config.store.cache_path, config.store.cache_bytes) if keep else None
@@ -47,6 +48,8 @@ class StateSource:
         self.run = run_prefix(config.run_dir) + uuid.uuid4().hex[:8]  # attempts of an earlier launch can never be mistaken for ours
         self.drops: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
+        self.meter: Counter[str] = Counter()  # bytes fetched, seconds of threads: waiting for room, for the extractor, fetching
+        self._told: Counter[str] = Counter()
         self._sequence = itertools.count()
 
     def buffer(self, tokens: int) -> Tensor:
@@ -57,51 +60,71 @@ class StateSource:
     def obtain(self, token_ids: list[int], out: Tensor) -> bool:
         """Fill `out` [T, m + 1, H] with the states of these tokens. False if they cannot be made (counted in `drops`).
 
-        Raises NoStates once `pool.attempts` attempts have failed for a reason that is not the sample's own.
+        Raises NoStates once `pool.attempts` attempts have failed for a reason that is not the sample's own, or what makes or
+        keeps states has been away for `pool.deadline_s`.
         """
         if self.cache and self._cached(token_ids, out):
             return True
         try:
             self.make(token_ids, out)
         except (ExtractionError, StoreError) as error:
-            if error.cause not in OF_THE_SAMPLE:
-                raise NoStates(f"{self.attempts} attempts failed, the last one: {error.cause}: {error}") from None
             self.drops[error.cause] += 1
             return False
         self._keep(token_ids, out)
         return True
 
     def make(self, token_ids: list[int], out: Tensor) -> None:
-        """Have the states made now, whatever the cache holds. Raises the last attempt's ExtractionError or StoreError."""
-        sequence = next(self._sequence)
-        for attempt in range(self.attempts):
+        """As `obtain`, whatever the cache holds. Raises the last attempt's ExtractionError or StoreError where it is the sample's."""
+
+        def ask(name: str) -> tuple[list[int], Tensor]:
+            self.pool.make(name, token_ids)
+            return token_ids, out
+
+        sequence, failures, patience = next(self._sequence), 0, time.monotonic() + self.settings.deadline_s
+        for attempt in itertools.count():
             try:
-                with self._attempt(f"{sequence}/{attempt}", len(token_ids)) as name:
-                    self.pool.make(name, token_ids)
-                    fetch(self.store, name, self.contract, token_ids, out)
+                self._attempt(f"{sequence}/{attempt}", len(token_ids), ask)
                 return
             except (ExtractionError, StoreError) as error:
                 self.retries[error.cause] += 1
-                if error.cause in HOPELESS or attempt + 1 == self.attempts:
-                    raise
-            time.sleep(min(5.0, 0.1 * 2**attempt))
+                failures += error.cause not in AWAY or time.monotonic() > patience
+                if error.cause in HOPELESS or failures == self.settings.attempts:
+                    if error.cause in OF_THE_SAMPLE:
+                        raise
+                    raise NoStates(f"{attempt + 1} attempts failed, the last one: {error.cause}: {error}") from None
+            time.sleep(min(5.0, 0.1 * 2 ** min(attempt, 6)))
 
     def complete(self, prompt: list[int], max_tokens: int, **sampling) -> tuple[list[int], str]:
         """As the pool does it; what the verifier computes on the way is kept in the cache. Raises ExtractionError."""
+
+        def ask(name: str) -> tuple[list[int], Tensor]:
+            answers.append(self.pool.complete(prompt, max_tokens, sample=name, **sampling))
+            token_ids = [*prompt, *answers[0][0]][:-1]
+            return token_ids, self.buffer(len(token_ids))
+
+        answers: list[tuple[list[int], str]] = []
         try:
-            with self._attempt(f"{next(self._sequence)}/0", len(prompt) + max_tokens) as name:
-                response, reason = self.pool.complete(prompt, max_tokens, sample=name, **sampling)
-                token_ids = [*prompt, *response][:-1]
-                out = self.buffer(len(token_ids))
-                fetch(self.store, name, self.contract, token_ids, out)
+            self._keep(*self._attempt(f"{next(self._sequence)}/0", len(prompt) + max_tokens, ask))
         except StoreError as error:
             raise ExtractionError(error.cause, str(error)) from None
-        self._keep(token_ids, out)
-        return response, reason
+        return answers[0]
 
     def has(self, token_ids: list[int]) -> bool:
         """Whether the cache holds what `obtain` needs."""
         return self.cache.has(self.contract, token_ids) or self.cache.has(self.contract, token_ids[:-1])
+
+    def traffic(self) -> dict[str, float]:
+        """Since the last call: bytes fetched, and seconds that threads waited for room, for the extractor, and fetched; beside them
+        what the store holds now."""
+        now = self.meter.copy()
+        since, self._told = now - self._told, now
+        with suppress(Gone):
+            usage = self.store.usage()
+            since |= {"objects": usage.keys, "bytes": usage.bytes}
+        return dict(since)
+
+    def close(self) -> None:
+        self.store.close()
 
     def _cached(self, token_ids: list[int], out: Tensor) -> bool:
         """What a rollout left lacks the last token's state, which no slot's context or teacher is: zeros will do."""
@@ -110,16 +133,43 @@ class StateSource:
         out[-1:] = 0
         return len(token_ids) > 1 and self.cache.get_into(self.contract, token_ids[:-1], out[:-1])
 
-    @contextmanager
-    def _attempt(self, number: str, tokens: int) -> Iterator[str]:
-        """The name of a sample, for which there is room in this rank's share, and of which nothing stays in the store."""
-        name, size = f"{self.run}/{self.rank}/{number}", MANIFEST_BYTES[0] + tokens * (self.buffer(1).nbytes + MANIFEST_BYTES[1])
-        self.gate.acquire(size)
+    def _attempt(self, number: str, tokens: int, ask: Callable[[str], tuple[list[int], Tensor]]) -> tuple[list[int], Tensor]:
+        """Have a sample published under a name of its own, by `ask`, which says what it is of and where it belongs; fetch it, remove it.
+
+        Raises ExtractionError, StoreError.
+        """
+        name, size = f"{self.run}/{self.rank}/{number}", MANIFEST_BYTES[0] + tokens * (self._row_bytes() + MANIFEST_BYTES[1])
+        with self._timed("room_s"):
+            self.gate.acquire(size)
+        parts = MAX_PARTS
         try:
-            yield name
+            with self._timed("make_s"):
+                token_ids, out = ask(name)
+            with self._timed("fetch_s"):
+                parts = len(fetch(self.store, name, self.contract, token_ids, out).slices)
+            self.meter["fetched_bytes"] += out.nbytes
+            return token_ids, out
         finally:
-            discard(self.store, name)
+            self._discard(name, parts)
             self.gate.release(size)
+
+    def _row_bytes(self) -> int:
+        return (len(self.contract.taps) + 1) * self.width * getattr(torch, self.contract.dtype).itemsize
+
+    def _discard(self, name: str, parts: int) -> None:
+        """Remove a sample; one that cannot be removed now has lost its consumer, and the store sweeps such."""
+        try:
+            discard(self.store, name, parts)
+        except Gone:
+            self.retries["left_behind"] += 1
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.meter[what] += time.monotonic() - began
 
     def _keep(self, token_ids: list[int], states: Tensor) -> None:
         """Put fetched states into the durable cache; one that cannot hold them costs a prefill later and nothing now."""
@@ -128,9 +178,6 @@ class StateSource:
                 self.cache.put(self.contract, token_ids, states)
             except Full:
                 self.retries["cache_full"] += 1
-
-    def close(self) -> None:
-        self.store.close()
 
 
 class ByteGate:

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from configs.schema import Config
 from store.objects import StoreError, open_store
-from store.sample import Slice, all_finite, put_slice
+from store.sample import Slice, put_slice
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Worker:
             raise ValueError(f"{name}: blocks of {self.cache.shape[2]} tokens, its cache group says {self.block_size}")
         self.rank, self.ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self.stream = torch.cuda.Stream() if self.cache.is_cuda else None
-        self.store = open_store(self.config.store)
+        self.store = open_store(self.config.store, share=1 / self.ranks)
         self.writers = ThreadPoolExecutor(self.config.extract.writers, "put")
 
     def save(self, save: Save) -> None:
@@ -116,9 +116,9 @@ class Worker:
         try:
             if copy.done is not None:
                 copy.done.synchronize()
-            if not copy.finite or (len(states) and not all_finite(states)):
+            if not copy.finite:
                 return Failure("non_finite", "the verifier's states of these tokens are not finite")
-            return put_slice(self.store, sample, self.rank, states, copy.start) if len(states) else None
+            return put_slice(self.store, sample, self.rank, states, copy.start, self.config.store.codec) if len(states) else None
         except ValueError as error:  # the name is taken or is none; whoever has it keeps it
             return Failure("bad_request", str(error))
         except Exception as error:

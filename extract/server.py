@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections import Counter
+from contextlib import suppress
 
 import torch
 import uvicorn
@@ -20,7 +21,7 @@ from extract.engine_transformers import Ask, Completion, TransformersEngine
 from extract.pool import ExtractionError
 from extract.protocol import read_body, refusal, register, registration
 from extract.render import load_tokenizer
-from store.objects import open_store
+from store.objects import Gone, open_store
 from store.sample import discard
 
 REPORT_S = 10.0
@@ -80,7 +81,8 @@ class Extractor:
         ask.abandoned = True
         await asyncio.wait({answer})
         if answer.exception() is None and ask.sample:
-            await asyncio.to_thread(discard, self.engine.store, ask.sample)
+            with suppress(Gone):  # nobody will fetch it: the store sweeps such
+                await asyncio.to_thread(discard, self.engine.store, ask.sample)
         raise ClientDisconnect
 
     def _answer(self, ask: Ask, completion: Completion) -> Response:
@@ -169,7 +171,7 @@ def run(config: Config) -> int:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     torch.set_num_threads(config.extract.threads)
     tokenizer = load_tokenizer(config.verifier)
-    engine = TransformersEngine(config, open_store(config.store))
+    engine = TransformersEngine(config, open_store(config.store, share=1.0))
     server = Server(Extractor(engine, tokenizer), config)
     logging.info("%s serves %s in %s, taps %s", server.url, config.verifier.path, config.verifier.dtype, list(config.draft.taps))
     try:

@@ -1,8 +1,9 @@
 """Run everything that a recipe needs, on this machine: `python -m slurm.launch CONFIG [key=value…] [-- COMMAND…]`.
 
-First the extractor, until it has answered a real request; then the trainers, or COMMAND in their place, whose output comes
-to this terminal. Logs of all roles are in `run_dir/logs`. Ends when the trainers have ended; with the name, the reason and
-the last lines of the log of the first role that ends otherwise; or with Ctrl-C. Nothing is left running in any case.
+First the services (the store's master where there is one, the extractor), until each has answered a real request; then the
+trainers, or COMMAND in their place, whose output comes to this terminal. Logs of all roles are in `run_dir/logs`. A role that
+dies is started again as often as `launch.restarts` says. Ends when the trainers have ended; with the name, the reason and the
+last lines of the log of the first role that died otherwise; or with Ctrl-C. Nothing is left running in any case.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import httpx
 
 from configs.schema import Config, config_argument, parse
 from slurm.processes import Role, run_roles, say
+from store.master_http import REGISTRATION, silence
 from store.objects import StoreError, open_store, run_prefix
 
 PROBE_S = 5.0  # an engine that needs longer for one token is not ready yet
@@ -48,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
             _clear(config)  # an earlier launch that was killed may have left something
             roles = role_table(config, [args.config, *args.overrides], command)
             try:
-                return run_roles(roles, config.run_dir / "logs", config.launch.ready_s, config.launch.grace_s, inherit=(lock,))
+                launch = config.launch
+                return run_roles(roles, config.run_dir / "logs", launch.ready_s, launch.grace_s, launch.stuck_s, inherit=(lock,))
             finally:
                 _clear(config)
     except Refused as error:
@@ -61,20 +64,29 @@ def main(argv: list[str] | None = None) -> int:
 
 def role_table(config: Config, arguments: list[str], command: list[str]) -> list[Role]:
     """All roles of a run; `arguments` are CONFIG and overrides as every one of our commands takes them."""
-    python = [sys.executable, "-m"]
-    extractor = Role(
-        name="extractor-0",
-        command=[*python, "extract.serve", *arguments],
-        env=environment(config.extract.threads),
-        ready=partial(extractor_ready, config.run_dir / "extractors"),
-    )
+    python, restarts, registrations = [sys.executable, "-m"], config.launch.restarts, config.run_dir / "extractors"
+    roles = []
+    if config.store.kind == "mooncake":
+        ready = partial(master_ready, config)
+        roles.append(Role("master", [*python, "store.master", *arguments], environment(1), ready, ready, restarts=restarts.master))
+    if config.launch.extractors:
+        roles.append(
+            Role(
+                name="extractor-0",
+                command=[*python, "extract.serve", *arguments],
+                env=environment(config.extract.threads),
+                ready=partial(extractor_ready, registrations),
+                alive=partial(extractor_alive, registrations),
+                forget=partial(forget_dead, registrations),
+                restarts=restarts.extractor,
+            )
+        )
     env = environment(config.train.threads)
-    services = [extractor] * config.launch.extractors
     if command:
-        return [*services, Role("command", command, env, echo=True)]
+        return [*roles, Role("command", command, env, echo=True)]
     torchrun = [*python, "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     trainers = [*torchrun, "--nproc-per-node", str(config.launch.trainers), "-m", "train", *arguments]
-    return [*services, Role("trainers", trainers, env, echo=True)]
+    return [*roles, Role("trainers", trainers, env, restarts=restarts.trainer, echo=True)]
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -101,6 +113,38 @@ def extractor_ready(registrations: Path) -> str | None:
     except httpx.HTTPError as error:
         return f"{url} does not answer ({type(error).__name__})"
     return None if answer.status_code == 200 else f"{url} answers {answer.status_code}: {answer.text[:200]}"
+
+
+def extractor_alive(registrations: Path) -> str | None:
+    """What is wrong with a registered extractor, by its own word; None: nothing. One that is not there yet, or drains, is not asked."""
+    for file in registrations.glob("*.json"):
+        with contextlib.suppress(FileNotFoundError):
+            url = json.loads(file.read_text())["url"]
+            try:
+                status = httpx.get(f"{url}/health", timeout=PROBE_S, trust_env=False).status_code
+            except httpx.HTTPError as error:
+                return f"{url}/health: {type(error).__name__}"
+            if status != 200:
+                return f"{url}/health: {status}"
+    return None
+
+
+def forget_dead(registrations: Path) -> None:
+    """Remove the registrations of this machine's processes that are no more: nobody shall ask them."""
+    for file in registrations.glob("*.json"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{json.loads(file.read_text())['pid']}/cmdline").read_bytes():  # of a zombie it is empty
+                continue
+        file.unlink(missing_ok=True)
+
+
+def master_ready(config: Config) -> str | None:
+    """What is missing until the master has registered and answers; None: nothing."""
+    try:
+        where = json.loads((config.store.path / REGISTRATION).read_text())
+    except FileNotFoundError:
+        return "it has not registered yet"
+    return silence(where["http"], PROBE_S)
 
 
 @contextlib.contextmanager
@@ -130,7 +174,10 @@ def _clear(config: Config) -> None:
     """Remove what processes of this run, none of which lives, have left for others: registrations, states in the store."""
     for file in (config.run_dir / "extractors").glob("*.json"):
         file.unlink(missing_ok=True)
-    open_store(config.store).remove_run(run_prefix(config.run_dir))
+    if config.store.kind == "mooncake":
+        (config.store.path / REGISTRATION).unlink(missing_ok=True)  # objects have died with those who held them
+    else:
+        open_store(config.store).remove_run(run_prefix(config.run_dir))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from slurm.role import adopt_orphans, die_with_parent, sweep
 
 TAIL_LINES = 80  # torchrun ends with about 40 of its own
 TAIL_BYTES = 32 << 10
+AGAIN_LINES = 10  # of a role that goes on
+LOOK_S = 5.0  # between looks at a service that has been ready
 STOP_SLACK_S = 5.0  # beyond the grace that each wrapper gives its command
 HANGUP = set() if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else {signal.SIGHUP}  # ignored: nohup
 STOP = {signal.SIGINT, signal.SIGTERM} | HANGUP
@@ -37,6 +39,9 @@ class Role:
     command: Sequence[str]
     env: dict[str, str]
     ready: Callable[[], str | None] | None = None
+    alive: Callable[[], str | None] | None = None  # of a service: what is wrong with it, once it has been ready
+    forget: Callable[[], None] = lambda: None  # clears what it has left when it is gone
+    restarts: int = 0  # times that it is started again
     echo: bool = False  # what it prints goes to the launcher's terminal too
 
 
@@ -57,7 +62,7 @@ class Failed(Exception):
         super().__init__(f"{running.role.name} {reason}")
 
 
-def run_roles(roles: Sequence[Role], logs: Path, ready_s: float, grace_s: float, inherit: Sequence[int] = ()) -> int:
+def run_roles(roles: Sequence[Role], logs: Path, ready_s: float, grace_s: float, stuck_s: float, inherit: Sequence[int] = ()) -> int:
     """Run all roles to the end of the jobs; returns the launcher's exit status: 0, or the first failed role's, or 128 + signal.
 
     Writes `logs/ROLE.log` (appended to, with one line at the start of each launch). When this returns no descendant of
@@ -66,12 +71,12 @@ def run_roles(roles: Sequence[Role], logs: Path, ready_s: float, grace_s: float,
     adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)  # taken by `_Roles.pause` alone: nothing interrupts the cleanup
     logs.mkdir(parents=True, exist_ok=True)
-    running = _Roles(logs, grace_s, inherit)
+    running = _Roles(logs, ready_s, grace_s, stuck_s, inherit)
     try:
         for role in roles:
             if role.ready:
                 running.start(role)
-        running.wait_ready(ready_s)
+        running.wait_ready()
         for role in roles:
             if not role.ready:
                 running.start(role)
@@ -100,8 +105,11 @@ def say(text: str, end: str = "\n") -> None:
 class Running:
     """A started role: its wrapper process and its log."""
 
-    def __init__(self, role: Role, logs: Path, grace_s: float, inherit: Sequence[int]):
-        self.role = role
+    def __init__(self, role: Role, logs: Path, grace_s: float, inherit: Sequence[int], started: int = 1):
+        self.role, self.started = role, started  # times, this one included
+        self.ready = role.ready is None
+        self.missing: str | None = None  # until it is
+        self.began = self.looked = self.answered = time.monotonic()
         self.log = logs / f"{role.name}.log"
         with open(self.log, "ab") as log:
             log.write(f"==> {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(role.command)}\n".encode())
@@ -135,52 +143,78 @@ class Running:
             return None
         return Failed(self, _reason(code), code if code >= 0 else 128 - code)
 
-    def tail(self) -> str:
+    def tail(self, lines: int = TAIL_LINES) -> str:
         """The last lines of this launch's part of the log."""
         with open(self.log, "rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self.begin, end - TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:])
+            text = log.read().decode(errors="replace").splitlines()
+        return "\n".join(f"  {line}" for line in text[-lines:])
 
 
 class _Roles:
     """All roles that were started."""
 
-    def __init__(self, logs: Path, grace_s: float, inherit: Sequence[int]):
-        self.logs, self.grace_s, self.inherit = logs, grace_s, inherit
+    def __init__(self, logs: Path, ready_s: float, grace_s: float, stuck_s: float, inherit: Sequence[int]):
+        self.logs, self.ready_s, self.grace_s, self.stuck_s, self.inherit = logs, ready_s, grace_s, stuck_s, inherit
         self.started: list[Running] = []
 
     def start(self, role: Role) -> None:
         self.started.append(Running(role, self.logs, self.grace_s, self.inherit))
 
     def pause(self, seconds: float = 0.2) -> None:
-        """Wait for a moment, or until something ends. Raises Stopped or Failed."""
+        """Wait for a moment, or until something ends; start again what may be. Raises Stopped or Failed."""
         received = signal.sigtimedwait(AWAITED, seconds)
         for running in self.started:
             running.echo()
         if received and received.si_signo != signal.SIGCHLD:
             raise Stopped(received.si_signo)
-        for running in self.started:
-            if failure := running.failure():
-                raise failure
+        for place, running in enumerate(self.started):
+            if failure := running.failure() or self._silent(running):
+                self.started[place] = self._again(failure)
 
-    def wait_ready(self, ready_s: float) -> None:
+    def _silent(self, running: Running) -> Failed | None:
+        """Look whether a service is ready or, later, alive: how it fails to be, if for too long. It has been killed then."""
+        role, now = running.role, time.monotonic()
+        if not running.ready:
+            missing, limit_s, since, what = role.ready(), self.ready_s, running.began, "was not ready within"
+            running.missing = missing
+            if missing is None:
+                running.ready = True
+                say(f"{role.name} is ready after {now - running.began:.0f} s")
+        elif role.alive is None or now - running.looked < LOOK_S:
+            return None
+        else:
+            missing, limit_s, since, what = role.alive(), self.stuck_s, running.answered, "has not answered for"
+        running.looked = time.monotonic()
+        if missing is None:
+            running.answered = running.looked
+            return None
+        if now - since < limit_s:
+            return None
+        running.process.kill()  # and with it, by the kernel, its command, even if that is stopped
+        running.process.wait()
+        return Failed(running, f"{what} {limit_s:g} s ({missing})", 1)
+
+    def _again(self, failure: Failed) -> Running:
+        """The role of `failure` started once more. Raises `failure` where that has happened often enough."""
+        old = failure.running
+        if old.started > old.role.restarts:
+            raise failure
+        sweep(keep={running.process.pid for running in self.started if running is not old})
+        old.role.forget()
+        say(f"{failure}; started again ({old.started} of {old.role.restarts}); the end of {old.log}:\n{old.tail(AGAIN_LINES)}")
+        return Running(old.role, self.logs, self.grace_s, self.inherit, old.started + 1)
+
+    def wait_ready(self) -> None:
         """Wait until all services are ready, watching all of them. Raises Stopped or Failed."""
-        begin = time.monotonic()
-        interval = 1 if ON_TERMINAL else 10
-        announced = 0.0
-        for running in self.started:
-            while (missing := running.role.ready()) is not None:
-                self.pause()
-                waited = time.monotonic() - begin
-                if waited > ready_s:
-                    raise Failed(running, f"was not ready within {ready_s:g} s ({missing})", 1)
-                if waited >= announced + interval:
-                    announced = waited
-                    text = f"waiting for {running.role.name}, {waited:.0f} s of {ready_s:g} s: {missing}"
-                    say(text, end="" if ON_TERMINAL else "\n")
-            say(f"{running.role.name} is ready after {time.monotonic() - begin:.0f} s")
+        begin, announced, interval = time.monotonic(), 0.0, 1 if ON_TERMINAL else 10
+        while unready := [running for running in self.started if not running.ready]:
+            self.pause()
+            if (waited := time.monotonic() - begin) >= announced + interval:
+                announced = waited
+                text = f"waiting for {unready[0].role.name}, {waited:.0f} s of {self.ready_s:g} s: {unready[0].missing}"
+                say(text, end="" if ON_TERMINAL else "\n")
 
     def wait_jobs(self) -> None:
         """Wait until all jobs have ended well. Raises Stopped or Failed."""

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -72,22 +73,25 @@ def die_with_parent(parent: int, signum: int) -> None:
         os.kill(os.getpid(), signum)
 
 
-def sweep() -> list[int]:
-    """SIGKILL and reap all descendants of this process; returns the pids that were still alive after SWEEP_S seconds."""
+def sweep(keep: Collection[int] = ()) -> list[int]:
+    """SIGKILL all descendants of this process, but for the trees below its children `keep`, and reap them if there are no such.
+
+    Returns the pids that were still alive after SWEEP_S seconds.
+    """
     end = time.monotonic() + SWEEP_S
     while True:
-        alive = descendants(os.getpid())
+        alive = descendants(os.getpid(), keep)
         for pid in alive:
             _kill(pid)
-        while _wait_any():
+        while not keep and _wait_any():
             pass
         if not alive or time.monotonic() > end:
             return alive
         time.sleep(0.01)
 
 
-def descendants(root: int) -> list[int]:
-    """Pids of all living (not zombie) processes below `root`, from one walk over /proc."""
+def descendants(root: int, without: Collection[int] = ()) -> list[int]:
+    """Pids of all living (not zombie) processes below `root`, and not in the trees of `without`, from one walk over /proc."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -97,7 +101,7 @@ def descendants(root: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue  # ended since the listing
         state, parent = stat.rpartition(")")[2].split()[:2]  # the name before may hold blanks and brackets
-        if state not in "ZX":
+        if state not in "ZX" and int(folder.name) not in without:
             children.setdefault(int(parent), []).append(int(folder.name))
     found = list(children.get(root, ()))
     for pid in found:  # grows while it is walked

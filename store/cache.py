@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import zlib
 from array import array
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from torch import Tensor
 from store.contract import StateContract
 from store.local import Folder, fill
 from store.objects import Lost, Torn, Usage
-from store.sample import all_finite, states_view
+from store.sample import all_finite, checksum, states_view
 
 SUFFIX = ".states"
-HEADER = struct.Struct("<QQ")  # bytes of the states, their CRC-32
+HEADER = struct.Struct("<QQ")  # bytes of the states, their checksum
 
 
 class DurableCache:
@@ -41,7 +40,7 @@ class DurableCache:
             with self._folder.errors(path.name), path.open("rb", buffering=0) as file:
                 whole = os.fstat(file.fileno()).st_size == HEADER.size + view.nbytes
                 header = file.read(HEADER.size)
-                if whole and fill(file, view) and header == HEADER.pack(view.nbytes, zlib.crc32(view)):
+                if whole and fill(file, view) and header == HEADER.pack(view.nbytes, checksum(view)):
                     return True
                 path.unlink(missing_ok=True)
         except Lost:
@@ -60,7 +59,7 @@ class DurableCache:
             return
         if not all_finite(states):
             raise Torn("states to keep are not finite", cause="non_finite")
-        header = HEADER.pack(view.nbytes, zlib.crc32(view))
+        header = HEADER.pack(view.nbytes, checksum(view))
         self._folder.write(path.name, memoryview(header), view, overwrite=True, evict=SUFFIX)
 
     def usage(self) -> Usage:

@@ -156,6 +156,9 @@ class LocalStore:
     def remove_run(self, run: str) -> None:
         self._folder.clear(_file_name(run))
 
+    def register(self, memory: memoryview) -> None:
+        """Files are read into any memory."""
+
     def usage(self) -> Usage:
         return self._folder.usage()
 

@@ -81,9 +81,13 @@ class ObjectStore(Protocol):
     def remove_run(self, run: str) -> None:
         """Remove all objects whose name begins with `run`: for who knows that none of its processes is left. Raises Gone."""
 
+    def register(self, memory: memoryview) -> None:
+        """Say once that objects will be put from or read into `memory`, which lives until `close`. RDMA needs that, files do not."""
+
     def usage(self) -> Usage: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of the store; calls after that raise Gone."""
 
 
 def run_prefix(run_dir: Path) -> str:
@@ -91,8 +95,16 @@ def run_prefix(run_dir: Path) -> str:
     return hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12] + "-"
 
 
-def open_store(config: Store) -> ObjectStore:
-    """This process's client of the store that `config` describes. Open one in each process, after any fork."""
+def open_store(config: Store, share: float = 0.0) -> ObjectStore:
+    """This process's client of the store that `config` describes. Open one in each process, after any fork. Raises Gone.
+
+    `share`: of each sample's bytes, what this process will put. Where puts stay in memory of whoever puts (Mooncake), so much of
+    the store's budget is set aside here.
+    """
+    if config.kind == "mooncake":
+        from store.mooncake import MooncakeStore
+
+        return MooncakeStore(config, share)
     from store.local import LocalStore
 
     return LocalStore(config.path, config.bytes)

@@ -14,7 +14,7 @@ from extract.hf import HFVerifier
 from extract.pool import ExtractionError
 from store.contract import DataContract
 from store.objects import open_store
-from store.sample import publish, put_slice
+from store.sample import put_sample
 
 
 class InProcessPool:
@@ -31,7 +31,7 @@ class InProcessPool:
         if tuple(token_ids) in self.bad:
             raise ExtractionError("non_finite", f"{name}: a state is not finite")
         states = self.distort(self.verifier.prefill([token_ids])[0]).contiguous()
-        publish(self.store, name, self.contract(), token_ids, [put_slice(self.store, name, 0, states, 0)])
+        put_sample(self.store, name, self.contract(), token_ids, states)
 
     def complete(self, token_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int | None = None):
         response = greedy(self.verifier, token_ids, max_tokens)

@@ -46,16 +46,21 @@ Path(sys.argv[1]).write_text("up")
 time.sleep(300)
 """
 
-# A launcher whose table of roles comes from the command line: [name, command, file that says "ready" or null, echo].
+# A launcher whose table of roles comes from the command line: [name, command, file that says "ready" or null, echo], then how
+# often it is started again, and a file without which it counts as hanging.
 LAUNCHER = """
 import json, os, sys
 from pathlib import Path
-from slurm.processes import Role, run_roles
-def ready(file):
+from slurm import processes
+processes.LOOK_S = 0.1
+def exists(file):
     return lambda: None if Path(file).exists() else f"{file} is missing"
+def role(name, command, file, echo, restarts=0, alive=None):
+    forget = lambda: Path(file).unlink(missing_ok=True) if file else None
+    ready, alive = (exists(f) if f else None for f in (file, alive))
+    return processes.Role(name, command, dict(os.environ), ready, alive, forget, restarts, echo)
 rows, logs, ready_s, grace_s = json.loads(sys.argv[1])
-roles = [Role(name, command, dict(os.environ), ready(file) if file else None, echo) for name, command, file, echo in rows]
-sys.exit(run_roles(roles, Path(logs), ready_s, grace_s))
+sys.exit(processes.run_roles([role(*row) for row in rows], Path(logs), ready_s, grace_s, stuck_s=0.5))
 """
 
 
@@ -128,8 +133,53 @@ def service(tmp_path, prologue: str = "") -> list:
     return ["server", [sys.executable, "-c", prologue + POLITE, str(tmp_path / "server")], str(tmp_path / "server"), False]
 
 
-def job(script: str) -> list:
-    return ["job", ["bash", "-c", script], None, True]
+def job(script: str, restarts: int = 0) -> list:
+    return ["job", ["bash", "-c", script], None, True, restarts]
+
+
+def test_a_job_is_started_again(tree, tmp_path):
+    script = f"echo once more >> {tmp_path}/tries; [ $(wc -l < {tmp_path}/tries) = 3 ] || exit 9"
+    status, _, err = end_of(launcher(tree, tmp_path, service(tmp_path), job(script, restarts=2)))
+    assert status == 0 and "job ended with status 9; started again (2 of 2); the end of" in err
+    (tmp_path / "tries").unlink()
+    status, _, err = end_of(launcher(tree, tmp_path, service(tmp_path), job(script, restarts=1)))
+    assert status == 9 and "job ended with status 9; stopping all roles" in err
+
+
+@pytest.mark.parametrize("victim", ["command", "wrapper"])
+def test_a_service_is_started_again_and_nothing_of_the_old_one_is_left(tree, tmp_path, victim):
+    up = [*service(tmp_path, prologue=STUBBORN), 1]
+    process = launcher(tree, tmp_path, up, job(f"while [ ! -e {tmp_path}/enough ]; do sleep 0.1; done; cat {tmp_path}/server; :"))
+    wait_for((tmp_path / "logs" / "job.log").exists)
+    first = tree.pid(str(tmp_path / "server"), wrapper=victim == "wrapper")
+    old = {pid for pid, line in tree.alive().items() if line.endswith(str(tmp_path / "server"))}
+    os.kill(first, signal.SIGKILL)
+    wait_for(lambda: (tmp_path / "logs" / "server.log").read_text().count("\npolite is up\n") == 2 and (tmp_path / "server").exists())
+    assert not old & tree.alive().keys()
+    (tmp_path / "enough").touch()
+    status, out, err = end_of(process)
+    assert (status, out) == (0, "up") and "server was killed by SIGKILL; started again (1 of 1)" in err
+    assert err.count("server is ready after") == 2
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_service_that_hangs_counts_as_dead(tree, tmp_path, restarts):
+    healthy = tmp_path / "healthy"
+    healthy.touch()
+    process = launcher(
+        tree, tmp_path, [*service(tmp_path), restarts, str(healthy)], job(f"while [ ! -e {tmp_path}/enough ]; do sleep 0.1; done")
+    )
+    wait_for((tmp_path / "logs" / "job.log").exists)
+    os.kill(tree.pid(str(tmp_path / "server")), signal.SIGSTOP)  # SIGTERM would not end it
+    healthy.unlink()
+    if restarts:
+        wait_for(lambda: "server" in (tmp_path / "logs" / "server.log").read_text() and not (tmp_path / "server").exists())
+        healthy.touch()
+        wait_for((tmp_path / "server").exists)
+        (tmp_path / "enough").touch()
+    status, _, err = end_of(process)
+    assert f"server has not answered for 0.5 s ({healthy} is missing)" in err
+    assert status == (0 if restarts else 1)
 
 
 def test_good_launch(tree, tmp_path):

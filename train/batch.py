@@ -83,13 +83,15 @@ def block_size_at(step: int, total: int, config: Config) -> int:
 
 @dataclass
 class Document:
-    """One sample inside a packed batch: tokens [start, stop), anchors (positions in the document) [A], valid slots [A, B]."""
+    """One sample inside a packed batch: tokens [start, stop), anchors (positions in the document) [A], valid slots [A, B], and
+    32 bits of a checksum of its states once they are there."""
 
     sample: Sample
     start: int
     stop: int
     anchors: Tensor
     valid: Tensor
+    checksum: int = 0
 
 
 @dataclass

@@ -43,13 +43,15 @@ class Log:
         self.started = time.monotonic()
 
     def step(self, record: dict) -> None:
-        """record: step, `summarise`'s means, lr, seconds by part of the step, drops and retries."""
+        """record: step, `summarise`'s means, lr, checksums of its samples' states, seconds by part, drops and retries by cause, the store's
+        traffic."""
         self.file.write(json.dumps(record) + "\n")
         for key, value in record.items():
             if isinstance(value, int | float) and key != "step":
                 self.board.add_scalar(key, value, record["step"])
-        for part, seconds in record["seconds"].items():
-            self.board.add_scalar(f"seconds/{part}", seconds, record["step"])
+        for group in ("seconds", "drops", "retries", "store"):
+            for part, value in record.get(group, {}).items():
+                self.board.add_scalar(f"{group}/{part}", value, record["step"])
         self.window.append(record)
         if record["step"] % self.every == 0 or record["step"] == self.total:
             self._progress()

@@ -52,7 +52,7 @@ def train(config: Config, from_draft: Path | None = None) -> None:
     from_draft: a checkpoint or a published draft whose weights a new run starts from. Raises ContractMismatch (the engine, the
     data, the checkpoint or the draft are not what the recipe means), FormatError and NoStates.
     """
-    with world() as ranks:
+    with world(config.train.stuck_s) as ranks:
         torch.set_num_threads(config.train.threads)
         torch.set_float32_matmul_precision("high")
         dataset = load_from_disk(config.data.path).with_format("numpy")
@@ -169,8 +169,10 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
     for step in range(first, end):
         watch = Stopwatch(ranks.device)
         lr = set_learning_rate(optimizers, step, total, config.train)
-        sums = _accumulate(training, batches, block_size_at(step, total, config), watch)
-        ranks.sum_([sums, *(parameter.grad for parameter in parameters if not isinstance(parameter, DTensor))])  # those are sums
+        rows = place(step, len(training.feed.dataset), config).rows
+        sums, checksums = _accumulate(training, batches, rows, block_size_at(step, total, config), watch)
+        local = (parameter.grad for parameter in parameters if not isinstance(parameter, DTensor))  # the others are sums
+        ranks.sum_([sums, checksums, *local])
         normaliser = float(sums[1])
         if normaliser > 0:  # else no rank had a valid slot: the step is counted and changes nothing
             for parameter in parameters:
@@ -185,7 +187,10 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
         if log:
             means = summarise(sums[1 : 1 + len(SUMS)], sums[1 + len(SUMS) :].view(2, -1), float(sums[0]))
             trouble = {"drops": dict(training.feed.source.drops), "retries": dict(training.feed.source.retries)}
-            log.step({"step": done, **means, "lr": lr, "seconds": watch.seconds, **trouble})
+            if done % config.train.log_every == 0:
+                trouble["store"] = training.feed.source.traffic()
+            made = [f"{check:08x}" for check in checksums.tolist()]
+            log.step({"step": done, **means, "lr": lr, "states": made, "seconds": watch.seconds, **trouble})
         if done % config.train.checkpoint_every == 0 or done == end:
             weights, *states = training.draft.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)
             checkpoint.save(config.run_dir / "checkpoints", done, weights, states, training.contracts, config, ranks.rank)
@@ -193,10 +198,14 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
         log.close()
 
 
-def _accumulate(training: Run, batches: Iterator[Batch], block_size: int, watch: Stopwatch) -> Tensor:
-    """Backward through this rank's micro-steps of one step; returns [objective, counts, per slot] as one fp64 vector."""
+def _accumulate(training: Run, batches: Iterator[Batch], rows: np.ndarray, block_size: int, watch: Stopwatch) -> tuple[Tensor, Tensor]:
+    """Backward through this rank's micro-steps of one step, whose samples are `rows` of the data set.
+
+    Returns [objective, counts, per slot] as one fp64 vector, and int64 checksums of the states of those samples that are this rank's.
+    """
     device, last = training.world.device, False
     sums = torch.zeros(1 + len(SUMS) + 2 * block_size, dtype=torch.float64)
+    checksums = torch.zeros(len(rows), dtype=torch.int64)
     while not last:
         batch = next(batches)
         watch.mark("fetch")
@@ -206,5 +215,7 @@ def _accumulate(training: Run, batches: Iterator[Batch], block_size: int, watch:
         part.objective.backward()
         watch.mark("backward")
         sums += torch.cat((part.objective.detach().double().cpu()[None], part.counts, part.per_slot.flatten()))
+        for document in batch.documents:
+            checksums[torch.from_numpy(rows == document.sample.row)] = document.checksum
         last = batch.last
-    return sums
+    return sums, checksums

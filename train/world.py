@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -50,15 +51,18 @@ class World:
 
 
 @contextmanager
-def world() -> Iterator[World]:
-    """Join the ranks that torchrun started: gloo on CPUs, nccl on GPUs (with gloo beside it for CPU tensors)."""
+def world(stuck_s: float) -> Iterator[World]:
+    """Join the ranks that torchrun started: gloo on CPUs, nccl on GPUs (with gloo beside it for CPU tensors).
+
+    A rank that waits for the others for `stuck_s` fails: one of them hangs.
+    """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if size > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=stuck_s))
     try:
         yield World(rank, size, device)
     finally:
