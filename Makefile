@@ -20,7 +20,7 @@ help:
 
 demo: $(RUN)/data/data_contract.json
 	$(PY) -m slurm.launch $(CONFIG)
-	$(PY) -m train.evaluate $(CONFIG) --require $(REQUIRE)
+	$(PY) -m train.evaluate $(CONFIG) --require $(REQUIRE) --reference $$(ls -d $(RUN)/checkpoints/step_* | head -1)
 
 # The same with vLLM as the extractor's engine; then its states beside those of a Hugging Face forward.
 demo-vllm: | .venv/vllm

@@ -38,6 +38,10 @@ class Verifier(Section):
     template: dict[str, bool | int | float | str] = {}  # switches of its chat template, e.g. {enable_thinking: false}
     margin: Annotated[float, Field(ge=0)] | None = None  # top-2 gap of logits under which argmax is rounding; null: 1e-3 fp32, 0.25 bf16
 
+    @property
+    def rounding(self) -> float:
+        return {"float32": 1e-3, "bfloat16": 0.25}[self.dtype] if self.margin is None else self.margin
+
 
 class Data(Section):
     """The tokenised data set that `extract.prepare_data` writes and training reads."""
@@ -254,16 +258,25 @@ class Train(Section):
     threads: Positive = 1  # CPU threads of one rank
     stuck_s: Annotated[float, Field(gt=0)] = 3600.0  # a rank that waits so long for another one ends; longer than any wait for states
     checkpoint_every: Positive = 500  # steps
-    keep_checkpoints: Positive = 3  # the newest
+    keep_checkpoints: Positive = 3  # the newest; the best one stays too
+    milestones: tuple[Fraction, ...] = ()  # shares of the run whose checkpoints stay too
+    validate_every: Positive | None = None  # steps between simulations on held-out data (`data.validation`)
+    validation_samples: Positive = 64
     log_every: Positive = 20  # steps
 
 
 class Evaluate(Section):
-    """Acceptance: closed-loop decoding and its offline simulation on held-out rollouts."""
+    """Acceptance (`train.evaluate`, and validation while training)."""
 
-    rollouts: Path | None = None  # of `extract.rollout`, on prompts that were not trained on
+    sets: tuple[str, ...] = ()  # files of prompts or rollouts, or public sets by name (`train.sets`)
+    limit: Positive | None = None  # conversations of each set
+    readings: tuple[Literal["closed_loop", "simulation"], ...] = ("closed_loop", "simulation")  # simulation alone: states from the store
+    engine: str | None = None  # URL of a served engine whose counters are read too
+    concurrency: Positive = 1  # requests that it has at once
+    rule: Literal["greedy", "standard", "greedy_drafts", "block"] = "greedy"  # of acceptance (`train.acceptance`)
+    temperature: Annotated[float, Field(gt=0)] = 1.0  # of every rule but greedy
     max_tokens: Positive = 128
-    batch_size: Positive = 32
+    batch_size: Positive = 32  # decoded together
     threads: Positive = 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -24,13 +25,14 @@ class InProcessPool:
         self.verifier = HFVerifier(config.verifier.path, config.verifier.dtype, config.draft.taps)
         self.store, self.distort, self.bad = open_store(config.store), distort, bad
         self.claims: dict = {}  # fields of the contract to lie about
-        self.asked = 0
+        self.asked, self.lock = 0, threading.Lock()
 
     def make(self, name: str, token_ids: list[int]) -> None:
         self.asked += 1
         if tuple(token_ids) in self.bad:
             raise ExtractionError("non_finite", f"{name}: a state is not finite")
-        states = self.distort(self.verifier.prefill([token_ids])[0]).contiguous()
+        with self.lock:
+            states = self.distort(self.verifier.prefill([token_ids])[0]).contiguous()
         put_sample(self.store, name, self.contract(), token_ids, states)
 
     def complete(self, token_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int | None = None):

@@ -14,18 +14,24 @@ from train.bigram import bigram_accepted, bigram_counts, bigram_factors, followe
 from train.contract import DraftContract
 from train.decode import speculate
 from train.draft import Draft, initialise
-from train.evaluate import tokens_per_forward
-from train.simulate import accepted_everywhere, walk
+from train.simulate import expected_walk, simulate, walk
 from train.verifier import FrozenVerifier
 
 
 def test_f4_walk():
-    emitted = walk([3, 2, 1, 0, 0, 0, 0, 0])
-    assert emitted == [4, 1, 1, 1, 1] and tokens_per_forward([emitted]) == 1.6
+    survival = accepting([3, 2, 1, 0, 0, 0, 0, 0])
+    assert walk(survival) == [4, 1, 1, 1, 1] and survival.sum(1).mean() + 1 == 1.75
+    expected = expected_walk(survival)
+    assert (expected.forwards, expected.variance) == (5, 0) and expected.visits.tolist() == [1, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_walk_cuts_the_last_block():
-    assert walk([8, 8, 8]) == [3] and walk([]) == []
+    assert walk(accepting([8, 8, 8])) == [3] and walk(accepting([])) == []
+    assert expected_walk(accepting([8, 8, 8])).emitted.tolist() == [3, 2, 1]
+
+
+def accepting(counts: list[int]) -> np.ndarray:
+    return (np.arange(8) < np.array(counts).reshape(-1, 1)).astype(float)
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +63,16 @@ def test_the_draft_changes_no_token_and_saves_forwards(pieces):
         assert result.response_ids == greedy(verifier, prompt, 48)
         assert sum(result.emitted) == len(result.response_ids) - 1
     accepted = [count for result in results for count in result.accepted]
-    assert max(accepted) >= 1 and tokens_per_forward([result.emitted for result in results]) > 1.02
+    assert max(accepted) >= 1 and np.mean([np.mean(result.emitted) for result in results]) > 1.02
 
 
 def test_closed_loop_and_simulation_walk_alike(pieces):
     verifier, frozen, draft, prompts = pieces
     for prompt, result in zip(prompts, speculate(verifier, draft, frozen, prompts, max_tokens=48)):
         token_ids = prompt + result.response_ids
-        taps = verifier.prefill([token_ids])[0][:, :-1]
-        assert walk(accepted_everywhere(draft, frozen, token_ids, len(prompt), taps)) == result.emitted
+        states = verifier.prefill([token_ids])[0]
+        (response,) = simulate(draft, frozen, token_ids, [(len(prompt), len(token_ids))], states)
+        assert walk(response.survival) == result.emitted
 
 
 def test_a_prompt_alone_decodes_as_in_a_batch(pieces):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from train.contract import DraftContract
+from train.report import tables
 
 RECIPE = (
     ("loss", ("terms", "confidence", "decay_gamma", "denominator")),
@@ -35,14 +36,8 @@ def model_card(spec: DraftContract, record: dict, checkpoint: Path) -> str:
 
 
 def _acceptance(checkpoint: Path) -> list[str]:
-    report = checkpoint.parent.parent / "report.json"
-    summary = json.loads(report.read_text()) if report.exists() else {}
-    if Path(summary.get("draft", "")).name != checkpoint.name:
+    report = checkpoint.resolve().parent.parent / "report.json"
+    measured = json.loads(report.read_text()) if report.exists() else {}
+    if Path(measured.get("draft", "")).resolve().name != checkpoint.resolve().name:
         return ["Acceptance was not measured.", ""]
-    positions = " ".join(f"{rate:.3f}" for rate in summary["accepted_by_position"])
-    return [
-        f"{summary['tokens_per_forward']:.3f} tokens per verifier forward (greedy, closed loop, the bonus token counts, last block cut at "
-        f"the end of text) on {len(summary['prompts'])} held-out prompts; a bigram table of the training data reaches "
-        f"{summary['bigram']:.3f}. Share of forwards that accept at least so many drafts: {positions}.",
-        "",
-    ]
+    return ["## Acceptance", "", *tables(measured)]

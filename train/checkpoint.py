@@ -19,10 +19,12 @@ from train.draft import Draft
 from train.published import read_published
 
 
-def save(root: Path, step: int, weights: dict, states: list[dict], contracts: dict, config: Config, rank: int = 0) -> Path:
+def save(
+    root: Path, step: int, weights: dict, states: list[dict], contracts: dict, config: Config, rank: int = 0, best: bool = False, spare=()
+) -> Path:
     """Write the state dicts of the draft (fp32) and its optimizers, contracts and recipe after a finished step. The folder appears
-    whole, `latest` follows, and of older ones `train.keep_checkpoints` - 1 stay. Every rank calls this and rank 0 writes, whole
-    tensors wherever the ranks hold parts."""
+    whole, `latest` follows (the link `best` too, where it is), and of older ones `train.keep_checkpoints` - 1 stay, besides the best
+    and those of the steps `spare`. Every rank calls this and rank 0 writes, whole tensors wherever the ranks hold parts."""
     final = root / f"step_{step:08d}"
     weights, states = _whole([weights, states], rank == 0)
     if rank > 0:
@@ -41,7 +43,12 @@ def save(root: Path, step: int, weights: dict, states: list[dict], contracts: di
     pointer = root / ".latest"
     pointer.write_text(final.name)
     pointer.replace(root / "latest")
-    older = sorted(folder for folder in root.glob("step_*") if folder != final)
+    if best:
+        (root / ".best").unlink(missing_ok=True)
+        (root / ".best").symlink_to(final.name)
+        (root / ".best").replace(root / "best")
+    spared = {final, (root / "best").resolve(), *(root / f"step_{step:08d}" for step in spare)}
+    older = sorted(folder for folder in root.glob("step_*") if folder not in spared)
     for folder in older[: max(0, len(older) - config.train.keep_checkpoints + 1)]:
         shutil.rmtree(folder.rename(root / f".{folder.name}"))  # at no moment is half of one counted
     return final

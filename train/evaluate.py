@@ -1,6 +1,8 @@
-"""`python -m train.evaluate CONFIG --draft DIR`: how many tokens a verifier forward yields on held-out rollouts.
+"""`python -m train.evaluate CONFIG [--draft DIR] [--reference DIR]`: how many tokens a verifier forward yields, and how sure that is.
 
-Three readings on the same prompts: the closed loop with the real verifier, the offline simulation, and the bigram baseline.
+Up to three readings of the same draft on the same prompts (`evaluate.sets`): the closed loop with the real verifier, the exact
+simulation along its answers, and the counters of a served engine. A reference, another draft or the report.json of an earlier
+evaluation, is compared in pairs. The report goes to the run's folder.
 """
 
 from __future__ import annotations
@@ -8,122 +10,219 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from datasets import load_from_disk
+from torch import Tensor
 
 from configs.schema import Config, config_argument, parse
 from extract.hf import HFVerifier
+from extract.obtain import NoStates, StateSource
+from extract.pool import Pool
+from extract.render import RenderError, load_tokenizer
+from store.contract import StateContract
 from train.bigram import bigram_accepted, bigram_counts, follower_table
-from train.checkpoint import latest, load_draft
-from train.decode import Decoded, speculate
+from train.checkpoint import latest, load_draft, read_record
+from train.confidence import calibration
+from train.counters import EngineError, ask_engine
+from train.decode import Decoded, Sampler, speculate
+from train.diagnose import diagnose
 from train.draft import Draft
+from train.protocol import differences, protocol
 from train.report import write_report
-from train.simulate import accepted_everywhere, walk
+from train.sets import Question, answer_all, read_sets
+from train.simulate import Response, expected_walk, simulate, walk
+from train.statistics import compare, looped, summarise, walked
 from train.verifier import FrozenVerifier
 
-TIE = 1e-3  # fp32 top-2 gap under which batch shape decides the argmax
+AGREE = 3.0  # standard errors within which two readings are the same
 
 
-def evaluate(config: Config, draft: Draft) -> dict:
-    """Acceptance on `evaluate.rollouts`, as a JSON-ready record (see `_summary`)."""
-    torch.set_num_threads(config.evaluate.threads)
-    rollouts = read_rollouts(config.evaluate.rollouts, config.evaluate.max_tokens)
-    verifier = HFVerifier(config.verifier.path, config.verifier.dtype, draft.spec.taps, config.verifier.trust_remote_code)
+def evaluate(config: Config, folder: Path, reference: Path | None = None, diagnosed: bool = False) -> dict:
+    """Acceptance on `evaluate.sets` as a JSON-ready record: statistics of each reading, pairs, calibration, protocol, warnings.
+
+    folder: a checkpoint or an exported draft; reference: another one, or a report.json. Raises ValueError, FileNotFoundError.
+    """
+    settings = config.evaluate
+    torch.set_num_threads(settings.threads)
+    draft = load_draft(folder).eval()
     frozen = FrozenVerifier.load(config.verifier.path, torch.float32, torch.device("cpu"), draft.kept)
-    draft.eval()
-    started, decoded = time.monotonic(), []
-    for first in range(0, len(rollouts), config.evaluate.batch_size):
-        part = rollouts[first : first + config.evaluate.batch_size]
-        decoded += speculate(verifier, draft, frozen, [row["prompt_ids"] for row in part], config.evaluate.max_tokens)
-        print(f"closed loop: {len(decoded)}/{len(rollouts)} prompts, {time.monotonic() - started:.0f} s", flush=True)
-    dataset = load_from_disk(config.data.path).with_format("numpy")
-    follower = follower_table(bigram_counts(dataset, draft.spec.vocab_size))
-    prompts = []
-    for row, result in zip(rollouts, decoded, strict=True):
-        token_ids = row["prompt_ids"] + result.response_ids
-        taps = verifier.prefill([token_ids])[0][:, :-1]
-        simulated = walk(accepted_everywhere(draft, frozen, token_ids, len(row["prompt_ids"]), taps))
-        baseline = walk(bigram_accepted(follower, result.response_ids, draft.spec.block_size))
-        prompts.append(_prompt_record(row, result, simulated, baseline))
-    return _summary(prompts, draft.spec.block_size)
+    tokenizer = load_tokenizer(config.verifier)
+    questions = read_sets(settings.sets, settings.limit, settings.max_tokens)
+    if diagnosed and "closed_loop" not in settings.readings:
+        raise ValueError("--diagnose runs the verifier here: evaluate.readings must have closed_loop")
+    report: dict = {"draft": str(folder), "block_size": draft.spec.block_size, "warnings": []}
+    records: dict[str, list[dict]] = {}
+    block = draft.spec.block_size
+
+    asked, states = questions, StatesOf(config, folder)
+    if "closed_loop" in settings.readings:
+        sampler = Sampler(settings.rule, settings.temperature, torch.Generator().manual_seed(config.seed))
+        verifier = states.verifier(draft.spec.taps)
+
+        def decode(prompts: list[list[int]]) -> list[Decoded]:
+            return speculate(verifier, draft, frozen, prompts, settings.max_tokens, sampler)
+
+        decoded = answer_all("closed loop", questions, tokenizer, settings.batch_size, decode)
+        records["closed_loop"] = [
+            q.record | {"sums": looped(d.emitted, d.accepted, block, len(q.prompt_ids), q.turn)} for q, d in zip(questions, decoded)
+        ]
+        if settings.rule == "greedy":
+            report |= _losslessness(questions, decoded, config.verifier.rounding)
+        questions = [replace(question, response_ids=result.response_ids) for question, result in zip(questions, decoded)]
+    elif missing := [question.id for question in questions if question.response_ids is None]:
+        raise ValueError(f"{len(missing)} prompts have no answer ({missing[0]}, …): let extract.rollout answer them, or add closed_loop")
+
+    responses = simulated(config, draft, frozen, questions, states)
+    records["simulation"] = _walked(questions, responses)
+    if decoded_at := records.get("closed_loop"):
+        same = [walk(response.survival) == result.emitted for response, result in zip(responses, decoded)]
+        report["agreement"] = _agreement(decoded_at, records["simulation"], sum(same) if settings.rule == "greedy" else None)
+    if (config.data.path / "dataset_info.json").exists():
+        records["bigrams"] = _bigrams(config, draft, questions)
+    if settings.engine:
+        records["engine"] = ask_engine(config, read_sets(settings.sets, settings.limit, settings.max_tokens), tokenizer, block)
+        report["engine_agreement"] = _engine_agreement(records, config)
+    report |= {"readings": {name: summarise(rows, block) for name, rows in records.items()}, "records": records}
+    report["main"] = next(iter(records))
+    if diagnosed:
+        told = [question if question.response_ids else answered for question, answered in zip(asked, questions)]
+        report["diagnosis"] = diagnose(config, draft, told)
+    report["calibration"] = calibration(responses)
+    report["protocol"] = protocol(config, draft.spec, questions, tokenizer)
+    if reference:
+        theirs = _reference(config, reference, questions, states, frozen, report)
+        report["pairs"] = compare(records["simulation"], theirs) | {"reference": str(reference)}
+        report["reference_positions"] = summarise(theirs, block)["unconditional"]
+    return report
 
 
-def read_rollouts(path: Path, max_tokens: int) -> list[dict]:
-    """Rollouts to compare with, responses cut at `max_tokens`. Raises ValueError naming file and line."""
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            rows.append({"id": row["id"], "prompt_ids": row["prompt_ids"], "response_ids": row["response_ids"][:max_tokens]})
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number}: not a rollout ({type(error).__name__}: {error})") from None
-    if not rows:
-        raise ValueError(f"{path}: no rollouts")
-    return rows
+class StatesOf:
+    """Where a text's states come from: the verifier in this process, or, without a closed loop, the durable cache and the run's
+    extractor."""
+
+    def __init__(self, config: Config, folder: Path):
+        self.config, self.folder, self.verifiers, self.source = config, folder, {}, None
+
+    def verifier(self, taps: tuple[int, ...]) -> HFVerifier:
+        if taps not in self.verifiers:
+            verifier = self.config.verifier
+            self.verifiers[taps] = HFVerifier(verifier.path, verifier.dtype, taps, verifier.trust_remote_code)
+        return self.verifiers[taps]
+
+    def __call__(self, token_ids: list[int], taps: tuple[int, ...]) -> Tensor:
+        """[T, m + 1, H]. Raises ValueError, NoStates: they cannot be had."""
+        if "closed_loop" in self.config.evaluate.readings:
+            return self.verifier(taps).prefill([token_ids])[0]
+        if self.source is None:
+            self.source = StateSource(self.config, Pool(self.config), keep=self.config.store.keep)
+            self.source.contract = StateContract.model_validate(read_record(self.folder)["states"])
+        contract = self.source.contract
+        if taps != contract.taps:
+            raise ValueError(f"the stored states have taps {contract.taps}, a draft wants {taps}")
+        out = self.source.buffer(len(token_ids))
+        if not self.source.obtain(token_ids, out):
+            raise ValueError(f"an answer of {len(token_ids)} tokens has no states: {dict(self.source.drops)}")
+        return out
 
 
-def tokens_per_forward(emitted: list[list[int]]) -> float:
-    """Tokens after the first response token, over verifier forwards after the prefill, summed over prompts."""
-    return sum(map(sum, emitted)) / max(1, sum(map(len, emitted)))
+def simulated(config: Config, draft: Draft, frozen: FrozenVerifier, questions: list[Question], states: StatesOf) -> list[Response]:
+    """What the draft would have done along each answer."""
+    settings, responses = config.evaluate, []
+    for question in questions:
+        text = question.prompt_ids + question.response_ids
+        here = states(text, draft.spec.taps)
+        responses += simulate(draft, frozen, text, [(len(question.prompt_ids), len(text))], here, settings.rule, settings.temperature)
+    return responses
 
 
-def _prompt_record(row: dict, result: Decoded, simulated: list[int], baseline: list[int]) -> dict:
-    expected = row["response_ids"]
-    at = next((i for i, (a, b) in enumerate(zip(expected, result.response_ids)) if a != b), None)
-    if at is None and len(expected) != len(result.response_ids):
-        at = min(len(expected), len(result.response_ids)) - 1
-    return {
-        "id": row["id"],
-        "tokens": len(result.response_ids),
-        "emitted": result.emitted,
-        "accepted": result.accepted,
-        "simulated": simulated,
-        "bigram": baseline,
-        "differs_at": at,
-        "gap": None if at is None else result.gaps[at],
-    }
+def _walked(questions: list[Question], responses: list[Response]) -> list[dict]:
+    return [
+        q.record | {"sums": walked(expected_walk(r.survival), r.survival, len(q.prompt_ids), q.turn)} for q, r in zip(questions, responses)
+    ]
 
 
-def _summary(prompts: list[dict], block_size: int) -> dict:
-    """Totals over prompts: tokens per forward by each reading, acceptance by position, histogram, losslessness."""
-    accepted = [count for prompt in prompts for count in prompt["accepted"]]
-    return {
-        "tokens_per_forward": tokens_per_forward([prompt["emitted"] for prompt in prompts]),
-        "simulated": tokens_per_forward([prompt["simulated"] for prompt in prompts]),
-        "bigram": tokens_per_forward([prompt["bigram"] for prompt in prompts]),
-        "forwards": len(accepted),
-        "accepted_before_cut": sum(accepted) / max(1, len(accepted)),
-        "accepted_by_position": [sum(count > slot for count in accepted) / max(1, len(accepted)) for slot in range(block_size)],
-        "histogram": [accepted.count(length) for length in range(block_size + 1)],
-        "identical": sum(prompt["differs_at"] is None for prompt in prompts),
-        "near_ties": sum(prompt["differs_at"] is not None and prompt["gap"] < TIE for prompt in prompts),
-        "wrong": sum(prompt["differs_at"] is not None and prompt["gap"] >= TIE for prompt in prompts),
-        "simulation_agrees": sum(prompt["simulated"] == prompt["emitted"] for prompt in prompts),
-        "prompts": prompts,
-    }
+def _bigrams(config: Config, draft: Draft, questions: list[Question]) -> list[dict]:
+    follower = follower_table(bigram_counts(load_from_disk(config.data.path).with_format("numpy"), draft.spec.vocab_size))
+    slots, responses = np.arange(draft.spec.block_size), []
+    for question in questions:
+        counts = np.array(bigram_accepted(follower, question.response_ids, draft.spec.block_size), int)
+        responses.append(Response((slots < counts[:, None]).astype(float), np.zeros(0), np.zeros(0)))
+    return _walked(questions, responses)
+
+
+def _reference(config, reference: Path, questions, states, frozen: FrozenVerifier, report: dict) -> list[dict]:
+    """Records of the reference on these answers; of a report.json its own, with a warning for every difference of protocol."""
+    if reference.suffix == ".json":
+        theirs = json.loads(reference.read_text())
+        report["warnings"] += [f"not like for like: {text}" for text in differences(report["protocol"], theirs["protocol"])]
+        return theirs["records"]["simulation"]
+    other = load_draft(reference).eval()
+    heads = replace(frozen.heads, kept=other.kept)
+    if other.spec.block_size != report["block_size"]:
+        report["warnings"].append(f"not like for like: {report['block_size']} drafts a forward here, {other.spec.block_size} there")
+    return _walked(questions, simulated(config, other, replace(frozen, heads=heads), questions, states))
+
+
+def _losslessness(questions: list[Question], decoded: list[Decoded], rounding: float) -> dict:
+    """Answers with the draft against those without, where rollouts have them: identical, first different at a near tie, or wrong."""
+    verdicts = []
+    for expected, result in ((question.response_ids, result) for question, result in zip(questions, decoded) if question.response_ids):
+        at = next((i for i, (a, b) in enumerate(zip(expected, result.response_ids)) if a != b), None)
+        if at is None and len(expected) != len(result.response_ids):
+            at = min(len(expected), len(result.response_ids)) - 1
+        verdicts.append("identical" if at is None else "near_ties" if result.gaps[at] < rounding else "wrong")
+    return {name: verdicts.count(name) for name in ("identical", "near_ties", "wrong")} | {"rounding": rounding}
+
+
+def _agreement(loop: list[dict], simulation: list[dict], identical: int | None) -> dict:
+    """Forwards of the loop against their expectation given the same answers; greedy draws nothing, so every walk is the same."""
+    excess = sum(a["sums"]["forwards"] - b["sums"]["forwards"] for a, b in zip(loop, simulation))
+    error = sum(b["sums"]["variance"] for b in simulation) ** 0.5
+    agree = identical == len(loop) if identical is not None else abs(excess) <= AGREE * error
+    return {"excess_forwards": excess, "standard_error": error, "identical": identical, "answers": len(loop), "agree": agree}
+
+
+def _engine_agreement(records: dict[str, list[dict]], config: Config) -> dict:
+    """The engine's counters against the closed loop, else the simulation: greedy up to each answer's last block, else within error."""
+    ours, theirs = records.get("closed_loop", records["simulation"]), records["engine"]
+    forwards = [sum(record["sums"]["forwards"] for record in rows) for rows in (theirs, ours)]
+    if config.evaluate.rule == "greedy" or config.evaluate.concurrency > 1:
+        agree = abs(forwards[0] - forwards[1]) <= len(ours)
+    else:
+        low, high = compare(theirs, ours)["all"]["difference"]["interval"] or (-np.inf, np.inf)
+        agree = low <= 0 <= high
+    return {"forwards": forwards, "agree": bool(agree), "answers": len(ours)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="train.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     config_argument(parser)
-    parser.add_argument("--draft", type=Path, metavar="DIR", help="a checkpoint (default: the run's latest)")
+    parser.add_argument("--draft", type=Path, metavar="DIR", help="a checkpoint or an exported draft (default: the run's latest)")
+    parser.add_argument("--reference", type=Path, metavar="DIR", help="another draft, or a report.json, to compare with in pairs")
+    parser.add_argument("--diagnose", action="store_true", help="find out why acceptance is low")
     parser.add_argument("--require", type=float, metavar="X", help="fail below X tokens per forward, or without beating the bigrams")
     args, config = parse(parser)
     folder = args.draft or latest(config.run_dir / "checkpoints")
     if folder is None:
         sys.exit(f"train.evaluate: {config.run_dir} has no checkpoint yet; name one with --draft")
     try:
-        summary = evaluate(config, load_draft(folder))
-    except (ValueError, FileNotFoundError) as error:
+        report = evaluate(config, folder, args.reference, args.diagnose)
+    except (ValueError, FileNotFoundError, RenderError, EngineError, NoStates) as error:
         sys.exit(f"train.evaluate: {error}")
-    print(write_report(config.run_dir, folder, summary))
-    if summary["wrong"]:
-        sys.exit(f"train.evaluate: {summary['wrong']} prompts decode to other tokens than without the draft, and not by a near tie")
-    if args.require and not summary["tokens_per_forward"] >= max(args.require, summary["bigram"]):
-        sys.exit(f"train.evaluate: {summary['tokens_per_forward']:.3f} tokens per forward; {args.require} and the bigrams' were required")
+    print(write_report(config.run_dir, report))
+    for warning in report["warnings"]:
+        print(f"train.evaluate: {warning}", file=sys.stderr)
+    if report.get("wrong"):
+        sys.exit(f"train.evaluate: {report['wrong']} prompts decode to other tokens than without the draft, and not by a near tie")
+    reached, bigrams = (
+        report["readings"].get(name, {}).get("tokens_per_forward", {}).get("value", 0) for name in (report["main"], "bigrams")
+    )
+    if args.require and not reached >= max(args.require, bigrams):
+        sys.exit(f"train.evaluate: {reached:.3f} tokens per forward; {args.require} and the bigrams' were required")
 
 
 if __name__ == "__main__":

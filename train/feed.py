@@ -62,9 +62,8 @@ class Feed:
         record = self.dataset[int(row)]
         return Sample(int(row), record["input_ids"], record["loss_mask"])
 
-    def states(self, row: int) -> Tensor | None:
-        """States [T, m + 1, H] of one row of the data set, outside the order; None if they cannot be made."""
-        sample = self.sample(row)
+    def states(self, sample: Sample) -> Tensor | None:
+        """States [T, m + 1, H] of a sample outside the order; None if they cannot be made."""
         out = self.buffers.take(len(sample.token_ids))
         states = out.clone() if self.source.obtain(sample.token_ids.tolist(), out) else None
         self.buffers.give(out)

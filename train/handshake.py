@@ -18,7 +18,6 @@ from store.verifier import fingerprint
 from train.verifier import FrozenVerifier
 
 TOKENS, REPRODUCED = 64, 62  # greedy tokens of the engine, and how many of them its own last states must reproduce
-MARGIN = {"float32": 1e-3, "bfloat16": 0.25}  # closer than this, argmax is a matter of rounding (verifier.margin)
 
 
 Example = tuple[list[int], list[int], Tensor]  # prompt, the engine's greedy response, states [T, m + 1, H] of both together
@@ -35,7 +34,7 @@ def handshake(config: Config, contract: StateContract, frozen: FrozenVerifier, e
         raise ContractMismatch(f"another verifier: the engine serves {contract.verifier}, {config.verifier.path} is {ours}")
     frozen.last = contract.last
     last, tokens = _enough(examples)
-    margin = MARGIN[contract.dtype] if config.verifier.margin is None else config.verifier.margin
+    margin = config.verifier.rounding
     missed, judged = _missed(frozen.logits(last), tokens, margin)
     if missed > TOKENS - REPRODUCED:
         raise ContractMismatch(_diagnose(frozen, last, tokens, margin, f"{missed} of {judged} greedy tokens are not reproduced"))

@@ -40,6 +40,10 @@ class Heads:
         """Entries of the draft vocabulary → the verifier's token ids."""
         return index if self.kept is None else self.kept[index]
 
+    def spread(self, p: Tensor) -> Tensor:
+        """A distribution [..., Vd] over the draft vocabulary → the same over the verifier's [..., V]."""
+        return p if self.kept is None else p.new_zeros(*p.shape[:-1], self.verifier.shape[0]).index_copy_(-1, self.kept, p)
+
     def index_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids → entries of the draft vocabulary, and whether it has them (an entry that it lacks is arbitrary)."""
         if self.kept is None:

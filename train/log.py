@@ -37,6 +37,7 @@ class Log:
     def __init__(self, run_dir: Path, total: int, every: int):
         run_dir.mkdir(parents=True, exist_ok=True)
         self.file = (run_dir / "metrics.jsonl").open("a", buffering=1)
+        self.validated = run_dir / "validation.jsonl"
         self.board = SummaryWriter(run_dir / "tensorboard")
         self.total, self.every = total, every
         self.window: list[dict] = []
@@ -70,6 +71,20 @@ class Log:
             f"lr {window[-1]['lr']:.1e}  eta {_clock((self.total - step) * elapsed / len(window))}",
             flush=True,
         )
+
+    def validation(self, record: dict) -> None:
+        """record: step, tokens_per_forward and accepted shares by position, on held-out data."""
+        with self.validated.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self.board.add_scalar("validation/tokens_per_forward", record["tokens_per_forward"], record["step"])
+        for position, share in enumerate(record["accepted"], 1):
+            self.board.add_scalar(f"validation/accepted_{position}", share, record["step"])
+        print(f"step {record['step']}/{self.total}  held out: {record['tokens_per_forward']:.3f} tokens per forward", flush=True)
+
+    def best(self, before: int) -> float:
+        """The most tokens per forward of a validation up to step `before`."""
+        records = map(json.loads, self.validated.read_text().splitlines() if self.validated.exists() else ())
+        return max((record["tokens_per_forward"] for record in records if record["step"] <= before), default=0.0)
 
     def close(self) -> None:
         self.file.close()

@@ -27,6 +27,7 @@ from train.handshake import Example, from_cache, from_engine, handshake
 from train.log import Log, Stopwatch, summarise
 from train.optimizer import build_optimizers, set_learning_rate
 from train.step import SUMS, run
+from train.validate import held_out, validate
 from train.verifier import FrozenVerifier
 from train.warmstart import warm_start
 from train.world import World, world
@@ -150,7 +151,7 @@ def _start(training: Run, dataset: Dataset, warm: bool) -> int:
 def _first_states(training: Run) -> Tensor:
     """States [T, m + 1, H] of the first samples of the global order. Raises NoStates if none of them could be made."""
     rows = place(0, len(training.feed.dataset), training.config).rows[:WARM_START_SAMPLES]
-    parts = [states for row in rows if (states := training.feed.states(row)) is not None]
+    parts = [states for row in rows if (states := training.feed.states(training.feed.sample(row))) is not None]
     if not parts:
         raise NoStates(f"warm start: none of the samples {rows.tolist()} could be made: {dict(training.feed.source.drops)}")
     return torch.cat(parts)
@@ -166,6 +167,8 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
     parameters = list(training.draft.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
+    held, record = held_out(config) if config.train.validate_every else None, log.best(first) if log else 0.0
+    milestones = {max(1, round(share * total)) for share in config.train.milestones}
     for step in range(first, end):
         watch = Stopwatch(ranks.device)
         lr = set_learning_rate(optimizers, step, total, config.train)
@@ -191,9 +194,17 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
                 trouble["store"] = training.feed.source.traffic()
             made = [f"{check:08x}" for check in checksums.tolist()]
             log.step({"step": done, **means, "lr": lr, "states": made, "seconds": watch.seconds, **trouble})
-        if done % config.train.checkpoint_every == 0 or done == end:
+        best = False
+        if held is not None and (done % config.train.validate_every == 0 or done == end):
+            values = validate(training.draft, training.frozen, training.feed, held, ranks, config)
+            if log:
+                log.validation({"step": done, **values})
+                best, record = values["tokens_per_forward"] > record, max(record, values["tokens_per_forward"])
+            best = ranks.object_from_rank_0(best)
+        if best or done % config.train.checkpoint_every == 0 or done == end or done in milestones:
             weights, *states = training.draft.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)
-            checkpoint.save(config.run_dir / "checkpoints", done, weights, states, training.contracts, config, ranks.rank)
+            root = config.run_dir / "checkpoints"
+            checkpoint.save(root, done, weights, states, training.contracts, config, ranks.rank, best, milestones)
     if log:
         log.close()
 

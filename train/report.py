@@ -1,94 +1,144 @@
-"""The report of an evaluation: report.md, report.json and figures in the run's folder."""
+"""The report of an evaluation: report.md, report.json and figures in the run's folder. `tables` go into model cards too."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import matplotlib
+from train.figures import draw_figures
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+READINGS = {
+    "closed_loop": "closed loop (draft and verifier decode together)",
+    "simulation": "simulation along the same answers, exact expectation",
+    "engine": "served engine, its own counters differenced",
+    "bigrams": "bigram table of the training data (baseline)",
+}
 
 
-def write_report(run_dir: Path, draft: Path, summary: dict) -> str:
+def write_report(run_dir: Path, report: dict) -> str:
     """Write the report and return its Markdown."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "report.json").write_text(json.dumps({"draft": str(draft), **summary}, indent=1))
-    figures = {"positions.png": _positions, "histogram.png": _histogram}
-    for name, draw in figures.items():
-        _figure(run_dir / name, draw, summary)
-    curve = _curve(run_dir / "metrics.jsonl")
-    if curve:
-        _figure(run_dir / "training.png", _training, curve)
-    text = _markdown(draft, summary, [*figures, *(["training.png"] if curve else [])])
+    (run_dir / "report.json").write_text(json.dumps(report, indent=1))
+    figures = draw_figures(run_dir, report)
+    text = "\n".join(
+        [f"# Acceptance of {Path(report['draft']).name}", "", *tables(report), *(f"![{Path(f).stem}]({f})" for f in figures), ""]
+    )
     (run_dir / "report.md").write_text(text)
     return text
 
 
-def _markdown(draft: Path, summary: dict, figures: list[str]) -> str:
-    block = len(summary["accepted_by_position"])
-    rows = [
-        ("closed loop (draft and verifier decode together)", summary["tokens_per_forward"]),
-        ("offline simulation of the same responses", summary["simulated"]),
-        ("bigram table of the training data (baseline)", summary["bigram"]),
+def tables(report: dict) -> list[str]:
+    """The report's Markdown lines without title and figures."""
+    main, pairs = report["readings"][report["main"]], report.get("pairs")
+    lines = [
+        "Tokens per verifier forward after the prefill: 1.0 without any accepted draft, bonus token included, the last block cut at the "
+        f"end of text, at most {report['block_size'] + 1}. In brackets: 95 % bootstrap intervals over conversations.",
+        "",
+        *(f"**Warning**: {warning}" for warning in report["warnings"]),
+        *([""] if report["warnings"] else []),
+        *_table(["reading", "tokens per forward", "mean over sets"], [_reading(name, entry) for name, entry in report["readings"].items()]),
+        *_sets(main, pairs),
+        *_positions(main),
+        *_parts("turn", main["turns"], str),
+        *_parts("context length", main["context"], lambda start: f"{start} to {2 * int(start) - 1}"),
+        *_agreement(report),
+        *_calibration(report["calibration"]),
+        *_diagnosis(report.get("diagnosis")),
+        *_table(["protocol", ""], [(name, f"`{value}`") for name, value in report["protocol"].items()]),
     ]
-    positions = " ".join(f"{value:.3f}" for value in summary["accepted_by_position"])
-    return "\n".join(
-        [
-            f"# Acceptance of {draft.name}",
-            "",
-            f"Tokens per verifier forward after the prefill, greedy, bonus included, last block cut; at most {block + 1}.",
-            "",
-            "| reading | tokens per forward |",
-            "|---|---|",
-            *(f"| {name} | {value:.3f} |" for name, value in rows),
-            "",
-            f"- {len(summary['prompts'])} prompts, {summary['forwards']} forwards; drafts accepted before the cut: "
-            f"{summary['accepted_before_cut']:.3f} a forward",
-            f"- accepted at least up to position 1 to {block}: {positions}",
-            f"- output with and without the draft: {summary['identical']} prompts identical, {summary['near_ties']} differ first at a "
-            f"near tie (top-2 gap under 1e-3), {summary['wrong']} otherwise",
-            f"- the simulation walks exactly as the closed loop on {summary['simulation_agrees']} prompts",
-            "",
-            *(f"![{Path(name).stem}]({name})" for name in figures),
-            "",
-        ]
-    )
+    return lines
 
 
-def _figure(path: Path, draw, data) -> None:
-    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
-    draw(axes, data)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def _table(head: list[str], rows: list) -> list[str]:
+    return [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)] + [""]
 
 
-def _positions(axes, summary: dict) -> None:
-    values = summary["accepted_by_position"]
-    axes.bar(range(1, len(values) + 1), values, color="tab:blue")
-    axes.set(xlabel="position in the block", ylabel="share of forwards that accept it", ylim=(0, 1), title="Acceptance by position")
+def _number(entry: dict, digits: int = 3) -> str:
+    low_high = entry["interval"]
+    return f"{entry['value']:.{digits}f}" + (f" [{low_high[0]:.{digits}f}, {low_high[1]:.{digits}f}]" if low_high else "")
 
 
-def _histogram(axes, summary: dict) -> None:
-    counts = summary["histogram"]
-    axes.bar(range(len(counts)), counts, color="tab:blue")
-    axes.set(xlabel="drafts accepted by a forward", ylabel="forwards", title="Accepted lengths")
+def _reading(name: str, entry: dict) -> tuple:
+    return READINGS[name], _number(entry["tokens_per_forward"]), _number(entry["mean_over_sets"])
 
 
-def _curve(path: Path) -> dict[int, dict]:
-    """The run's steps; of two lines of one step (a resumed run) the later one holds."""
-    if not path.exists():
-        return {}
-    return {record["step"]: record for record in map(json.loads, path.read_text().splitlines())}
+def _sets(main: dict, pairs: dict | None) -> list[str]:
+    if pairs is None:
+        rows = [(name, entry["answers"], _number(entry)) for name, entry in main["sets"].items()]
+        return _table(["set", "answers", "this draft"], rows)
+    rows = [_pair(name, main["sets"][name]["answers"], entry) for name, entry in pairs["sets"].items()]
+    rows += [_pair(f"**mean over {len(rows)} sets**", "", pairs["mean_over_sets"]), _pair("**all answers**", "", pairs["all"])]
+    return [
+        *_table(["set", "answers", "this draft", "reference", "vs reference", "difference"], rows),
+        f"Reference: `{Path(pairs['reference']).name}`, in pairs on the same answers, both by simulation. Sets won {pairs['wins']}, lost "
+        f"{pairs['losses']}" + (f"; {pairs['unpaired']} answers of one side only are left out." if pairs["unpaired"] else "."),
+        "",
+    ]
 
 
-def _training(axes, curve: dict[int, dict]) -> None:
-    steps = sorted(curve)
-    axes.plot(steps, [curve[step]["loss"] for step in steps], color="tab:blue", linewidth=1)
-    axes.set(xlabel="optimizer step", ylabel="loss per weighted slot", title="Training")
-    right = axes.twinx()
-    right.plot(steps, [curve[step]["block_length"] for step in steps], color="tab:orange", linewidth=1)
-    right.set_ylabel("tokens per block (uniform anchors)")
-    right.yaxis.label.set_color("tab:orange")
-    axes.yaxis.label.set_color("tab:blue")
+def _pair(name: str, answers, entry: dict) -> tuple:
+    values = (f"{entry[side]['value']:.3f}" for side in ("ours", "reference"))
+    return name, answers, *values, f"{entry['ratio']['value']:.1%}", _number(entry["difference"])
+
+
+def _positions(main: dict) -> list[str]:
+    columns = zip(main["unconditional"], main["conditional"])
+    rows = [(k, _number(share), _number(given)) for k, (share, given) in enumerate(columns, 1)]
+    return [
+        *_table(["position", "accepted, of all forwards", "of those that accepted the one before"], rows),
+        f"{main['forwards']:,.0f} forwards; accepted a forward before the cut: {main['accepted_per_forward']:.3f}. Forwards that accepted "
+        f"0 to {len(rows)} drafts: {', '.join(f'{count:,.0f}' for count in main['histogram'])}.",
+        "",
+    ]
+
+
+def _parts(what: str, parts: dict, label) -> list[str]:
+    rows = [(label(at), f"{entry['forwards']:,.0f}", _number(entry)) for at, entry in parts.items()]
+    return _table([what, "forwards", "tokens per forward"], rows) if len(rows) > 1 else []
+
+
+def _agreement(report: dict) -> list[str]:
+    lines = []
+    if "identical" in report:
+        lines.append(
+            f"- output with and without the draft: {report['identical']} answers identical, {report['near_ties']} differ first at a near "
+            f"tie (top-2 gap under {report['rounding']:g}), {report['wrong']} otherwise"
+        )
+    if entry := report.get("agreement"):
+        verdict = "agree" if entry["agree"] else "DISAGREE"
+        if entry["identical"] is None:
+            said = f"{entry['excess_forwards']:+.1f} forwards in the loop, standard error {entry['standard_error']:.1f}"
+        else:
+            said = f"{entry['identical']} of {entry['answers']} answers take the very same forwards"
+        lines.append(f"- closed loop and simulation {verdict}: {said}")
+    if entry := report.get("engine_agreement"):
+        verdict, (engine, ours) = "agrees" if entry["agree"] else "DISAGREES", entry["forwards"]
+        lines.append(f"- the served engine {verdict}: {engine:,.0f} forwards, {ours:,.0f} here, on {entry['answers']} answers")
+    return [*lines, ""] if lines else []
+
+
+def _calibration(entry: dict) -> list[str]:
+    if not entry:
+        return []
+    rows = [
+        (f"{row['threshold']:g}", f"{row['drafts_per_forward']:.2f}", f"{row['tokens_per_forward']:.3f}") for row in entry["thresholds"]
+    ]
+    return [
+        f"Confidence: expected calibration error of a block's predicted survival {entry['ece']['before']:.1%}, after sequential "
+        f"temperature scaling {entry['ece']['after']:.1%} (fitted on other answers). Temperatures by slot: "
+        f"{', '.join(f'{value:.2f}' for value in entry['temperatures'])}. Cutting blocks where they survive with less than a threshold:",
+        "",
+        *_table(["threshold", "drafts verified a forward", "tokens per forward"], rows),
+    ]
+
+
+def _diagnosis(entry: dict | None) -> list[str]:
+    if entry is None:
+        return []
+    verdict = f"Likely: {', '.join(entry['faults'])}." if entry["faults"] else "No fault found."
+    limits = f" What limits this draft: {', '.join(entry['limits'])}." if entry["limits"] else ""
+    rows = [
+        (check["name"], "**" + check["verdict"] + "**" if check["verdict"] != "fine" else "fine", check["detail"])
+        for check in entry["checks"]
+    ]
+    return ["## Diagnosis", "", verdict + limits, "", *_table(["check", "", "what was found"], rows)]

@@ -1,0 +1,215 @@
+"""Why is acceptance low? Checks that are run, not asked: `train.evaluate --diagnose`.
+
+A draft that is read as it was trained predicts its verifier's text better than under any other reading. So other readings (taps a
+layer off, another mask token, rotary base or causality) are tried on the same anchors, in pairs, and one that is better is named.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from datasets import load_from_disk
+from torch import Tensor
+
+from configs.schema import Config
+from extract.hf import HFVerifier
+from extract.render import RenderError, load_tokenizer, prompt_ids, template_hash
+from store.verifier import text_config
+from train.draft import Draft
+from train.sets import Question
+from train.simulate import simulate
+from train.validate import spans
+from train.verifier import FrozenVerifier
+
+TEXTS, EVERY, SLOTS = 16, 3, 4  # texts looked at, tokens from one anchor to the next, slots of a block
+BETTER = 0.02, 3.0  # nats a slot, and standard errors over texts, by which another reading must win
+ON_POLICY = 0.95, 0.1  # share of greedy tokens that are the verifier's; nats by which sampled ones may be too unlikely
+GAP = 0.3  # nats a slot between trained and held-out text, or between short and long contexts
+Check = tuple[str, str, str]  # name, "fine", "fault", "limit" or "not checked", what was found
+
+
+@dataclass
+class Text:
+    """A text, its responses, and the verifier's states [T, m + 1, H] at every tap that some reading wants."""
+
+    ids: list[int]
+    spans: list[tuple[int, int]]
+    states: Tensor
+
+
+def diagnose(config: Config, draft: Draft, questions: list[Question]) -> dict:
+    """{"faults": names, "limits": names, "checks": [{"name", "verdict", "detail"}]}. questions: answered, by rollouts where there are."""
+    layers = text_config(config.verifier.path)["num_hidden_layers"]
+    taps = tuple(sorted({tap for own in draft.spec.taps for tap in (own - 1, own, own + 1) if 0 <= tap < layers}))
+    verifier = HFVerifier(config.verifier.path, config.verifier.dtype, taps, config.verifier.trust_remote_code)
+    frozen = FrozenVerifier.load(config.verifier.path, torch.float32, torch.device("cpu"), draft.kept)
+    rows = load_from_disk(config.data.path).with_format("numpy") if (config.data.path / "dataset_info.json").exists() else None
+
+    def text(ids: list[int], parts: list[tuple[int, int]]) -> Text:
+        return Text(ids, parts, verifier.prefill([ids])[0])
+
+    chosen = questions[:: max(1, len(questions) // TEXTS)][:TEXTS]
+    held_out = [text(q.prompt_ids + q.response_ids, [(len(q.prompt_ids), len(q.prompt_ids) + len(q.response_ids))]) for q in chosen]
+    trained = []
+    for row in rows.select(range(min(TEXTS, len(rows)))) if rows is not None else []:
+        trained.append(text(row["input_ids"].tolist(), spans(row["loss_mask"])))
+    checks = [
+        _norm(config, verifier, frozen, held_out[0]),
+        _template(config, rows, questions),
+        _policy("evaluated", config, frozen, held_out),
+        _policy("training", config, frozen, trained),
+        *_readings(config, draft, frozen, verifier, held_out),
+        *_data(config, draft, frozen, taps, held_out, trained, rows),
+    ]
+    found = {verdict: [name for name, said, _ in checks if said == verdict] for verdict in ("fault", "limit")}
+    keys = ("name", "verdict", "detail")
+    return {"faults": found["fault"], "limits": found["limit"], "checks": [dict(zip(keys, check)) for check in checks]}
+
+
+def _norm(config: Config, verifier: HFVerifier, frozen: FrozenVerifier, text: Text) -> Check:
+    """Does head(norm(last state)) give the model's own logits?"""
+    own = verifier.model(torch.tensor([text.ids])).logits[0].float()
+    clear = (top := own.topk(2, -1)).values.diff(dim=-1).abs().squeeze(-1) > config.verifier.rounding
+    share = float((frozen.logits(text.states[:, -1]).argmax(-1) == top.indices[:, 0])[clear].float().mean())
+    return "last state and its norm", "fine" if share > 0.98 else "fault", f"reproduce {share:.1%} of the verifier's choices"
+
+
+def _template(config: Config, rows, questions: list[Question]) -> Check:
+    """Are prompts rendered now, in these rollouts, and in the training data, alike?"""
+    tokenizer, faults = load_tokenizer(config.verifier), []
+    contract = config.data.path / "data_contract.json"
+    if contract.exists() and json.loads(contract.read_text())["template"] != template_hash(tokenizer):
+        faults.append("the verifier's template is not the one that the training data was rendered with")
+    rendered = [question for question in questions if question.turn == 1 and question.messages]
+    other = 0
+    for question in rendered:
+        try:
+            other += prompt_ids(tokenizer, question.messages[:-1]) != question.prompt_ids
+        except RenderError:
+            other += 1
+    if other > len(rendered) / 10:
+        faults.append(f"{other} of {len(rendered)} prompts are not what the template makes of their messages")
+    if rows is not None:
+        starts = [(row["input_ids"].tolist(), int(row["loss_mask"].argmax())) for row in rows.select(range(min(64, len(rows))))]
+        suffix = _common_suffix([ids[:start] for ids, start in starts])
+        if suffix and (other := sum(q.prompt_ids[-len(suffix) :] != suffix for q in questions)) > len(questions) / 10:
+            faults.append(f"{other} of {len(questions)} prompts do not end as those of the training data do")
+    return "chat template", "fault" if faults else "fine", "; ".join(faults) or "the same in prompts and training data"
+
+
+def _common_suffix(lists: list[list[int]]) -> list[int]:
+    size = 0
+    while size < min(map(len, lists)) and len({ids[-1 - size] for ids in lists}) == 1:
+        size += 1
+    return lists[0][len(lists[0]) - size :] if size else []
+
+
+def _policy(what: str, config: Config, frozen: FrozenVerifier, texts: list[Text]) -> Check:
+    """Would the verifier have said these responses?"""
+    name, temperature, right, excess = f"off-policy {what} text", config.rollout.temperature, [], []
+    for text in texts:
+        following = torch.tensor(text.ids[1:])
+        at = torch.cat([torch.arange(start - 1, stop - 1) for start, stop in text.spans if start])
+        logits = frozen.logits(text.states[at, -1])
+        top = logits.topk(2, -1)
+        right += (top.indices[:, 0] == following[at])[top.values[:, 0] - top.values[:, 1] > config.verifier.rounding].tolist()
+        log_q = (logits / (temperature or 1)).log_softmax(-1)
+        entropy = -(log_q.exp() * log_q).sum(-1)
+        excess.append(float((-log_q.gather(-1, following[at][:, None]).squeeze(-1) - entropy).mean()))
+    if not texts:
+        return name, "not checked", "no training data here"
+    if temperature == 0:
+        share = float(np.mean(right))
+        return name, "fine" if share > ON_POLICY[0] else "fault", f"{share:.1%} of the tokens are its argmax"
+    mean, error = np.mean(excess), np.std(excess) / len(excess) ** 0.5
+    off = mean > ON_POLICY[1] and mean > 3 * error
+    return name, "fault" if off else "fine", f"{mean:+.3f} nats a token less likely than its entropy says (error {error:.3f})"
+
+
+def _readings(config: Config, draft: Draft, frozen: FrozenVerifier, verifier: HFVerifier, texts: list[Text]) -> Iterator[Check]:
+    """One check for each kind of misreading: the best of its alternatives against the draft as it is."""
+    spec, base = draft.spec, _score(draft, frozen, verifier.taps, texts)
+    tokenizer, theta = load_tokenizer(config.verifier), (spec.gqa or spec.mla).rope_theta
+    others = {
+        theta / 10,
+        theta * 10,
+        1e4,
+        1e5,
+        1e6,
+        (text_config(config.verifier.path).get("rope_parameters") or {}).get("rope_theta") or 1e4,
+    }
+    masks = {getattr(tokenizer, f"{name}_token_id") for name in ("mask", "pad", "eos", "bos", "unk")} | {config.draft.mask_token_id}
+    used = sum(spec.mask_token_id in text.ids for text in texts)
+    attention = "gqa" if spec.gqa else "mla"
+    alternatives: dict[str, list[tuple[str, Draft]]] = {
+        "taps": [
+            *((f"taps {shift:+d}", _with(draft, taps=tuple(tap + shift for tap in spec.taps))) for shift in (-1, 1)),
+            ("taps in reverse order", _with(draft, taps=spec.taps[::-1])),
+        ],
+        "mask token": [(f"mask token {mask}", _with(draft, mask_token_id=mask)) for mask in masks - {None, spec.mask_token_id}],
+        "rope": [
+            (f"rope theta {other:g}", _with(draft, **{attention: getattr(spec, attention).model_copy(update={"rope_theta": other})}))
+            for other in sorted(others - {theta})
+        ],
+        "causality of a block": [("the other causality", _with(draft, causal=not spec.reach(0)[0]))],
+    }
+    for name, candidates in alternatives.items():
+        best = (-np.inf, 0.0, "")
+        for label, candidate in candidates:
+            if all(tap in verifier.taps for tap in candidate.spec.taps):
+                gain = _score(candidate, frozen, verifier.taps, texts) - base
+                best = max(best, (float(gain.mean()), float(gain.std(ddof=1) / len(gain) ** 0.5) if len(gain) > 1 else np.inf, label))
+        wins = best[0] > BETTER[0] and best[0] > BETTER[1] * best[1]
+        detail = f"{best[2]}: {best[0]:+.3f} nats a slot (error {best[1]:.3f})"
+        if name == "taps" and config.draft.taps != spec.taps:
+            wins, detail = True, f"{spec.taps} in the draft, {config.draft.taps} in the recipe; {detail}"
+        if name == "mask token" and used > len(texts) / 10:
+            wins, detail = True, f"token {spec.mask_token_id} occurs in {used} of {len(texts)} texts; {detail}"
+        yield name, "fault" if wins else "fine", detail
+
+
+def _data(config: Config, draft: Draft, frozen: FrozenVerifier, taps, held_out: list[Text], trained: list[Text], rows) -> Iterator[Check]:
+    """Enough data, and contexts as long as those that are asked?"""
+    if rows is None:
+        yield "amount of data", "not checked", "no training data here"
+        return
+    ours, theirs = _score(draft, frozen, taps, held_out), _score(draft, frozen, taps, trained)
+    gap, error = theirs.mean() - ours.mean(), (ours.var() / len(ours) + theirs.var() / len(theirs)) ** 0.5
+    tokens = sum(int(row["loss_mask"].sum()) for row in rows)
+    few = gap > GAP and gap > 3 * error
+    yield "amount of data", "limit" if few else "fine", f"{tokens:,} supervised tokens; trained text is {gap:+.2f} nats a slot likelier"
+    longest = max(len(row["input_ids"]) for row in rows)
+    beyond = [replace(text, spans=[(max(start, longest), stop) for start, stop in text.spans if stop > longest + 1]) for text in held_out]
+    beyond = [text for text in beyond if text.spans]
+    if not beyond:
+        yield "context length", "fine", f"no text is longer than the longest of training, {longest} tokens"
+        return
+    loss = ours.mean() - _score(draft, frozen, taps, beyond).mean()
+    detail = f"beyond {longest} tokens, the longest of training: {loss:+.2f} nats a slot lost"
+    yield "context length", "fault" if loss > GAP else "fine", detail
+
+
+def _with(draft: Draft, **changes) -> Draft:
+    """The same weights read in another way."""
+    other = copy.copy(draft)
+    if not set(changes) <= {"taps", "mask_token_id"}:  # layers read the others when they are made
+        other = Draft(draft.spec.model_copy(update=changes)).eval()
+        other.load_state_dict(draft.state_dict())
+    other.spec = draft.spec.model_copy(update=changes)
+    return other
+
+
+def _score(draft: Draft, frozen: FrozenVerifier, taps: tuple[int, ...], texts: list[Text]) -> np.ndarray:
+    """Mean log-probability [texts] of the next tokens in the first slots; tokens that the draft cannot say are left out."""
+    columns = [*(taps.index(tap) for tap in draft.spec.taps), len(taps)]
+    means = []
+    for text in texts:
+        responses = simulate(draft, frozen, text.ids, text.spans, text.states[:, columns], every=EVERY)
+        values = np.concatenate([response.log_p[:, :SLOTS].ravel() for response in responses])
+        means.append(values[np.isfinite(values)].mean())
+    return np.array(means)
