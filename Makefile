@@ -10,16 +10,22 @@ REQUIRE := 1.35
 # A `train.py` or a `configs/` in the working directory must not be taken for ours.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo test lint clean
+.PHONY: help demo demo-vllm test lint clean
 
 help:
 	@echo "make demo   from prompts to a trained draft and its acceptance report, on two CPU cores ($(RUN)/report.md)"
+	@echo "make demo-vllm   the same with vLLM as the extractor's engine (runs/smollm2_vllm/report.md)"
 	@echo "make test   all tests"
-	@echo "make clean  remove the demo's run and the environment"
+	@echo "make clean  remove the demos' runs and the environment"
 
 demo: $(RUN)/data/data_contract.json
 	$(PY) -m slurm.launch $(CONFIG)
 	$(PY) -m train.evaluate $(CONFIG) --require $(REQUIRE) --reference $$(ls -d $(RUN)/checkpoints/step_* | head -1)
+
+# The same with vLLM as the extractor's engine; then its states beside those of a Hugging Face forward.
+demo-vllm: | .venv/vllm
+	$(MAKE) demo CONFIG=configs/smollm2_vllm.yaml RUN=runs/smollm2_vllm
+	$(PY) -m train.compare configs/smollm2_vllm.yaml
 
 # What is interrupted goes on where it was.
 $(RUN)/data/data_contract.json: | $(VERIFIER)/config.json
@@ -29,7 +35,7 @@ $(RUN)/data/data_contract.json: | $(VERIFIER)/config.json
 $(VERIFIER)/config.json: | .venv/installed
 	$(PY) -m extract.smollm2 $(VERIFIER)
 
-test: lint
+test: lint | .venv/vllm
 	$(PY) -m pytest
 
 lint: .venv/installed
@@ -37,8 +43,12 @@ lint: .venv/installed
 	$(PY) -m ruff format --check .
 
 .venv/installed: pyproject.toml constraints.txt
-	.ci/setup
+	.ci/setup cpu,dev
+	touch $@
+
+.venv/vllm: .venv/installed
+	.ci/setup cpu,dev,cpu-vllm
 	touch $@
 
 clean:
-	rm -rf $(RUN) .venv
+	rm -rf runs/smollm2_embedded runs/smollm2_vllm .venv

@@ -60,19 +60,28 @@ class Rollout(Section):
 
     max_tokens: Positive = 1024
     temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0  # 0: of all tokens
     concurrency: Positive = 32
+    states: bool = False  # are made on the way and kept in the durable cache: no prefill of the answers later (the vllm engine)
 
 
 class Extract(Section):
     """One extractor: the engine that runs the verifier and publishes its states."""
 
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "vllm"] = "transformers"
     host: str = "127.0.0.1"
     threads: Positive = 1
     max_model_len: Positive = 8193  # a sample of `data.length` tokens and the one token that engines insist on generating
     batch_size: Positive = 32  # rows decoded together
     batch_tokens: Positive = 2048  # prefilled together
     drain_s: Annotated[float, Field(ge=0)] = 30.0
+    # Of the vllm engine only.
+    tensor_parallel: Positive = 1
+    nodes: Positive = 1  # that one extractor spans
+    writers: Positive = 1  # threads of each rank that put states
+    flags: dict[str, bool | int | float | str | dict | list] = {}  # of `vllm serve`, e.g. {enforce-eager: true, load-format: auto}
+    environment: dict[str, str] = {}  # of the engine's processes
 
 
 class Mooncake(Section):
@@ -282,11 +291,20 @@ class Restarts(Section):
 class Launch(Section):
     """Roles that `slurm.launch` starts on this machine."""
 
+    extractors: Annotated[int, Field(ge=0, le=1)] = 1  # 0: all states are in the durable cache
     trainers: Positive = 1
     restarts: Restarts = Restarts()
     ready_s: Annotated[float, Field(gt=0)] = 1800.0  # an extractor answers by then
     stuck_s: Annotated[float, Field(gt=0)] = 60.0  # a service that answers nothing for so long counts as dead
     grace_s: Annotated[float, Field(ge=0)] = 10.0  # between SIGTERM and SIGKILL
+
+
+class Rounds(Section):
+    """Rollout and training by turns, on the same machines or devices (`slurm.rounds`)."""
+
+    batches: Positive  # steps of one round
+    prompts: tuple[Path, ...]  # as for `extract.rollout`, in the order of rounds; begun anew when all were used
+    number: Annotated[int, Field(ge=0)] = 0  # the round that runs now: set by slurm.rounds
 
 
 class Config(Section):
@@ -303,6 +321,7 @@ class Config(Section):
     train: Train = Train()
     evaluate: Evaluate = Evaluate()
     launch: Launch = Launch()
+    rounds: Rounds | None = None
 
     @model_validator(mode="after")
     def _sections_agree(self):
@@ -310,6 +329,10 @@ class Config(Section):
             raise ValueError(
                 f"extract.max_model_len: {self.extract.max_model_len} must exceed data.length ({self.data.length}) by one token at least"
             )
+        if self.rollout.states and not (self.extract.engine == "vllm" and self.store.cache_path):
+            raise ValueError("rollout.states needs extract.engine: vllm and store.cache_path")
+        if self.rounds and not (self.store.keep and self.train.max_steps):
+            raise ValueError("rounds needs store.keep and train.max_steps (of all rounds together)")
         return self
 
 

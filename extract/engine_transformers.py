@@ -21,6 +21,7 @@ from torch import Tensor
 from configs.schema import Config
 from extract.hf import HFVerifier
 from extract.pool import ExtractionError
+from extract.protocol import check_prompt
 from store.objects import ObjectStore, StoreError
 from store.sample import put_sample
 
@@ -40,6 +41,8 @@ class Ask:
     prompt: list[int]
     max_tokens: int
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: of all tokens
     seed: int | None = None
     sample: str | None = None
     answer: Future = field(default_factory=Future)
@@ -81,13 +84,7 @@ class TransformersEngine:
         """Take an ask; its answer comes later. Raises ExtractionError (bad_request, too_long, unknown_tokens) at once."""
         if self._stopped:
             raise ExtractionError("draining", "the extractor has stopped")
-        if not ask.prompt:
-            raise ExtractionError("bad_request", "prompt: no tokens")
-        if len(ask.prompt) + ask.max_tokens > self.settings.max_model_len:
-            tokens = f"{len(ask.prompt)} tokens and {ask.max_tokens} to generate"
-            raise ExtractionError("too_long", f"{tokens}, extract.max_model_len is {self.settings.max_model_len}")
-        if not 0 <= min(ask.prompt) <= max(ask.prompt) < self.verifier.vocab_size:
-            raise ExtractionError("unknown_tokens", f"a token is outside 0..{self.verifier.vocab_size - 1}")
+        check_prompt(ask.prompt, ask.max_tokens, self.settings.max_model_len, self.verifier.vocab_size)
         self._asks.put(ask)
 
     def alive(self) -> bool:
@@ -229,4 +226,7 @@ def _answering(batch: list[Ask]) -> Iterator[None]:
 
 def _draw(logits: Tensor, row: Row) -> int:
     """Sample from logits [V] with the row's own random numbers, so that an answer does not depend on its neighbours."""
-    return int(torch.multinomial((logits.double() / row.ask.temperature).softmax(-1), 1, generator=row.generator))
+    p, order = (logits.double() / row.ask.temperature).softmax(-1).sort(descending=True)
+    p[row.ask.top_k or len(p) :] = 0
+    p[p.cumsum(-1) - p >= row.ask.top_p * p.sum()] = 0  # the likeliest that together reach top_p, of what top_k left
+    return int(order[torch.multinomial(p, 1, generator=row.generator)])

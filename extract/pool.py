@@ -46,9 +46,15 @@ class Pool:
         body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "kv_transfer_params": {"sample": name}}
         self._request("POST", "/v1/completions", body)
 
-    def complete(self, token_ids: list[int], max_tokens: int, temperature: float = 0.0, seed: int | None = None) -> tuple[list[int], str]:
-        """The verifier's continuation, ids of its end included, and why it ended: "stop" or "length"."""
-        body = {"prompt": token_ids, "max_tokens": max_tokens, "temperature": temperature, "seed": seed, "return_token_ids": True}
+    def complete(self, token_ids: list[int], max_tokens: int, sample: str | None = None, **sampling) -> tuple[list[int], str]:
+        """The verifier's continuation, ids of its end included, and why it ended: "stop" or "length".
+
+        sampling: temperature (0 unless given), top_p, top_k, seed. With `sample`, a vLLM engine publishes the states of prompt
+        and continuation under this name, but for the last token, which it never reads.
+        """
+        body = {"prompt": token_ids, "max_tokens": max_tokens, "temperature": 0.0, **sampling, "return_token_ids": True}
+        if sample:
+            body["kv_transfer_params"] = {"sample": sample, "include_output_tokens": True}
         choice = self._request("POST", "/v1/completions", body)["choices"][0]
         return choice["token_ids"], choice["finish_reason"]
 

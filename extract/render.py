@@ -75,6 +75,16 @@ def between_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict], user: 
     return ids[1:] if ids[:1] == [last_id] else ids
 
 
+def assistant_message(tokenizer: PreTrainedTokenizerBase, response: list[int]) -> dict:
+    """What the verifier said as a message, its reasoning apart where it closes it with a token of its own."""
+    end = tokenizer.convert_tokens_to_ids("</think>")
+    cut = response.index(end) + 1 if end in response and end != tokenizer.unk_token_id else 0
+    thought, content = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (response[:cut], response[cut:]))
+    message = {"role": "assistant", "content": content.lstrip("\n") if cut else content}
+    thought = thought.removeprefix("<think>").removesuffix("</think>").strip("\n")
+    return message | ({"reasoning_content": thought} if thought else {})
+
+
 def marks_generation(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the template says itself what the verifier generates ({% generation %})."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None

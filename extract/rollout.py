@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import Config, config_argument, parse
+from extract.obtain import StateSource
 from extract.pool import HOPELESS, ExtractionError, Pool
-from extract.render import RenderError, between_ids, load_tokenizer, prompt_ids, template_hash, tokenizer_hash
+from extract.render import RenderError, assistant_message, between_ids, load_tokenizer, prompt_ids, template_hash, tokenizer_hash
 from store.verifier import VerifierError
 
 OF_THE_PROMPT = HOPELESS | {"non_finite"}  # causes that cost a prompt and not the run
+SAMPLING = {"temperature", "top_p", "top_k"}  # keys of `rollout` that go with each request, beside a seed
 SHOW_S = (0.5, 10.0)  # between two progress lines: on a terminal, in a log
 
 
@@ -120,7 +122,7 @@ class Rollouts:
 class Answerer:
     """Holds conversations with the verifier, `rollout.concurrency` of them at once."""
 
-    def __init__(self, config: Config, tokenizer, pool: Pool, done: dict[str, dict]):
+    def __init__(self, config: Config, tokenizer, pool: Pool | StateSource, done: dict[str, dict]):
         self.config, self.tokenizer, self.pool, self.done = config, tokenizer, pool, dict(done)
 
     def run(self, prompts: list[Prompt]) -> Iterator[dict | tuple[Prompt, int, Exception]]:
@@ -175,7 +177,7 @@ class Answerer:
             except (RenderError, ExtractionError) as error:
                 yield prompt, turn, error
                 return
-            messages.append({"role": "assistant", "content": row["text"]})
+            messages.append(row["messages"][-1])
             before = row
 
     def _answer(self, row_id: str, ids: list[int], messages: list[dict]) -> dict:
@@ -183,7 +185,7 @@ class Answerer:
         settings, seed = self.config.rollout, zlib.crc32(f"{self.config.seed}/{row_id}".encode())  # the same in any order
         for attempt in range(self.config.pool.attempts):
             try:
-                response, reason = self.pool.complete(ids, settings.max_tokens, settings.temperature, seed)
+                response, reason = self.pool.complete(ids, settings.max_tokens, **settings.model_dump(include=SAMPLING), seed=seed)
                 break
             except ExtractionError as error:
                 if error.cause in OF_THE_PROMPT:
@@ -192,8 +194,7 @@ class Answerer:
                 time.sleep(min(5.0, 0.2 * 2**attempt))
         else:
             raise RolloutError(f"prompt {row_id!r}: {self.config.pool.attempts} attempts failed, the last one: {failure.cause}: {failure}")
-        text = self.tokenizer.decode(response, skip_special_tokens=True)
-        messages = [*messages, {"role": "assistant", "content": text}]
+        messages, text = [*messages, assistant_message(self.tokenizer, response)], self.tokenizer.decode(response, skip_special_tokens=True)
         return dict(id=row_id, prompt_ids=ids, response_ids=response, finish_reason=reason, messages=messages, text=text)
 
 
@@ -223,20 +224,23 @@ class Progress:
 
 def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool: Pool) -> Counter:
     """Answer what is not answered yet; counts of rows by finish reason or, where there is none, by cause. Raises RolloutError."""
-    sampling = config.rollout
+    sampling, contract, answers = config.rollout, pool.contract(), pool
+    if sampling.states:
+        answers = StateSource(config, pool, keep=True)
+        answers.contract = contract
     settings = {
-        "verifier": pool.contract().verifier,
+        "verifier": contract.verifier,
         "tokenizer": tokenizer_hash(tokenizer),
         "template": template_hash(tokenizer),
         "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
+        **sampling.model_dump(include=SAMPLING),
         "seed": config.seed if sampling.temperature else None,
     }
     rollouts = Rollouts(output, settings)
     rows = [prompt.row_id(turn) for prompt in prompts for turn in range(len(prompt.turns))]
     progress = Progress(len(rows), sum(row in rollouts.done for row in rows))
     counts: Counter[str] = Counter()
-    for result in Answerer(config, tokenizer, pool, rollouts.done).run(prompts):
+    for result in Answerer(config, tokenizer, answers, rollouts.done).run(prompts):
         if isinstance(result, dict):
             rollouts.append(result)
             progress.add(result)

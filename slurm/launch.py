@@ -69,17 +69,18 @@ def role_table(config: Config, arguments: list[str], command: list[str]) -> list
     if config.store.kind == "mooncake":
         ready = partial(master_ready, config)
         roles.append(Role("master", [*python, "store.master", *arguments], environment(1), ready, ready, restarts=restarts.master))
-    roles.append(
-        Role(
-            name="extractor-0",
-            command=[*python, "extract.serve", *arguments],
-            env=environment(config.extract.threads),
-            ready=partial(extractor_ready, registrations),
-            alive=partial(extractor_alive, registrations),
-            forget=partial(forget_dead, registrations),
-            restarts=restarts.extractor,
+    if config.launch.extractors:
+        roles.append(
+            Role(
+                name="extractor-0",
+                command=[*python, "extract.serve", *arguments],
+                env=environment(config.extract.threads),
+                ready=partial(extractor_ready, registrations),
+                alive=partial(extractor_alive, registrations),
+                forget=partial(forget_dead, registrations),
+                restarts=restarts.extractor,
+            )
         )
-    )
     env = environment(config.train.threads)
     if command:
         return [*roles, Role("command", command, env, echo=True)]

@@ -47,6 +47,10 @@ class DurableCache:
             pass
         return False
 
+    def has(self, contract: StateContract, token_ids: list[int]) -> bool:
+        """Whether the states are there, without reading them (what is corrupt is found by `get_into`)."""
+        return self._path(contract, token_ids).exists()
+
     def put(self, contract: StateContract, token_ids: list[int], states: Tensor) -> None:
         """Keep `states` [T, m+1, H]; the oldest files make room. Raises Full (they never fit), Gone, Torn (not finite)."""
         view = states_view(contract, token_ids, states)

@@ -27,7 +27,7 @@ class StateContract(Contract):
     verifier: str  # store.verifier.fingerprint
     taps: tuple[int, ...]  # aux ids, ascending; the last state always stands apart
     last: Literal["pre_norm", "post_norm"]  # before or after the final norm
-    residual: Literal["stream"] = "stream"
+    residual: Literal["stream", "prefix/stream"] = "stream"  # taps are prefix sums of K3's block residuals, the last state its stream
     dtype: str  # of the engine, as torch names it: "bfloat16"
     codec: Literal["raw", "fp8", "fp8_all"] = "raw"  # store.codec: what a lossy one has done to the numbers
     engine: dict[str, str | int | bool]  # the engine and those of its settings that change states

@@ -18,8 +18,8 @@ from tiny import POISON, VOCAB, python_environment, start_extractor, write_recip
 from configs.schema import load
 from extract.hf import HFVerifier
 from extract.pool import ExtractionError, Pool
+from extract.protocol import register
 from extract.serve import main as serve
-from extract.serve import register
 from store.objects import open_store
 from store.sample import discard, fetch
 
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.integration
 HIDDEN = 64
 
 
-@pytest.fixture(scope="module", params=["transformers"])
+@pytest.fixture(scope="module", params=["transformers", "vllm"])
 def running(request):
-    return request.getfixturevalue({"transformers": "extractor"}[request.param])
+    return request.getfixturevalue({"transformers": "extractor", "vllm": "vllm_extractor"}[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,11 @@ def store(running):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(store):
+def nothing_left_behind(request):
+    store = request.getfixturevalue("store") if "running" in request.fixturenames else None  # some tests need no server
     yield
-    assert store.usage().keys == 0 and store.usage().bytes == 0
+    if store is not None:
+        assert store.usage().keys == 0 and store.usage().bytes == 0
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,8 @@ def sample(name: str) -> dict:
 
 def test_contract_is_the_recipes(running, pool, verifier):
     contract = pool.contract()
-    assert contract == verifier.contract
+    assert contract.engine["name"] == running.config.extract.engine
+    assert contract.model_copy(update={"engine": {}}) == verifier.contract.model_copy(update={"engine": {}})
     assert contract.taps == running.config.draft.taps and contract.dtype == running.config.verifier.dtype
 
 
@@ -127,19 +130,26 @@ def test_64_completions_at_once_are_greedy_and_publish_nothing(pool, verifier):
         assert torch.equal(logits.argmax(-1)[clear], torch.tensor(response)[clear])
 
 
-def test_sampling_is_repeatable_whoever_else_runs(pool):
+def test_sampling_is_repeatable_whoever_else_runs(running, pool):
     prompt = tokens(9)
     with ThreadPoolExecutor(12) as askers:
         crowded = list(askers.map(lambda seed: pool.complete(prompt, 20, temperature=0.5, seed=seed), range(12)))
-    assert crowded[3] == pool.complete(prompt, 20, temperature=0.5, seed=3)
+    if running.config.extract.engine == "transformers":  # vLLM does not promise it
+        assert crowded[3] == pool.complete(prompt, 20, temperature=0.5, seed=3)
     assert len({tuple(ids) for ids, _ in crowded}) > 6
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_sampling_from_the_likeliest_alone_is_greedy(pool, sampling):
+    prompt = tokens(9)
+    assert pool.complete(prompt, 20, temperature=2.0, seed=3, **sampling) == pool.complete(prompt, 20)
 
 
 def test_answers_carry_text_and_usage(running):
     answer = running.ask(prompt=tokens(4), max_tokens=3, temperature=0, return_token_ids=True).json()
     choice = answer["choices"][0]
     assert len(choice["token_ids"]) == 3 and isinstance(choice["text"], str) and choice["finish_reason"] == "length"
-    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 3}
+    assert answer["usage"].items() >= {"prompt_tokens": 4, "completion_tokens": 3}.items()
 
 
 def test_too_long(running, pool, store):

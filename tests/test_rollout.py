@@ -11,7 +11,7 @@ from tiny import write_recipe
 
 from configs.schema import Verifier, load
 from extract.pool import ExtractionError, Pool
-from extract.render import between_ids, load_tokenizer, prompt_ids, render
+from extract.render import assistant_message, between_ids, load_tokenizer, prompt_ids, render
 from extract.rollout import RolloutError, main, read_prompts, rollout
 
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -24,7 +24,7 @@ class FakePool:
     def __init__(self, tokenizer, text="It is four.", fail: Counter | None = None):
         self.tokenizer, self.text, self.asked, self.fail = tokenizer, text, [], fail or Counter()
 
-    def complete(self, token_ids, max_tokens, temperature, seed):
+    def complete(self, token_ids, max_tokens, **sampling):
         self.asked.append(token_ids)
         for cause, times in self.fail.items():
             if times > 0:
@@ -96,6 +96,16 @@ def test_messages_are_history_as_given(tmp_path, config, tokenizer):
     rollout(config, prompts, tmp_path / "out.jsonl", tokenizer, FakePool(tokenizer))
     (row,) = lines(tmp_path / "out.jsonl")
     assert row["id"] == "7" and row["prompt_ids"] == prompt_ids(tokenizer, given) and row["messages"][:-1] == given
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_reasoning_is_kept_apart(tmp_path, special):
+    tokenizer = load_tokenizer(make_verifier(tmp_path, "chatml"))
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
+    ids = tokenizer.encode("<think>Two and two.</think>\n\nIt is four.", add_special_tokens=False)
+    message = assistant_message(tokenizer, [*ids, tokenizer.eos_token_id])
+    assert message == {"role": "assistant", "content": "It is four.", "reasoning_content": "Two and two."}
+    assert "reasoning_content" not in assistant_message(tokenizer, tokenizer.encode("It is four.", add_special_tokens=False))
 
 
 @pytest.mark.parametrize("kept", ["half a line", "one turn", "nothing"])

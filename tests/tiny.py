@@ -22,11 +22,13 @@ ROOT = Path(__file__).parents[1]
 VOCAB = 1024  # the tokenizer knows a few less
 POISON = VOCAB - 1  # a token whose embedding is infinite, in verifiers that are made so
 MASK = VOCAB - 2
+VLLM = {"engine": "vllm", "flags": {"enforce-eager": True, "kv-cache-memory-bytes": 1 << 27}}  # of a recipe's `extract`
 
 
 def save_tiny_verifier(path: Path, family: str, poisoned: bool = False) -> Path:
     """A random verifier of 4 layers, hidden 64, 4 heads and 2 KV heads whose greedy text does not repeat one token."""
-    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    # vLLM's attention on a CPU knows no heads smaller than 32
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
     make_verifier(path, "chatml")  # tokenizer, template, tokens that end a turn
     ends = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
     ids = dict(bos_token_id=None, eos_token_id=ends, pad_token_id=None, tie_word_embeddings=False)
@@ -82,7 +84,7 @@ class RunningExtractor:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout, trust_env=False)
 
 
-def start_extractor(recipe: Path, timeout_s: float = 120) -> RunningExtractor:
+def start_extractor(recipe: Path, timeout_s: float = 600) -> RunningExtractor:
     config = load(recipe)
     log = recipe.with_name("extractor.log")
     with log.open("wb") as output:

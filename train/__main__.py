@@ -21,15 +21,15 @@ def main() -> None:
 
         print(describe(DraftContract.resolve(config)))
         return
+    from extract.obtain import NoStates
     from store.contract import ContractMismatch
     from store.verifier import VerifierError
-    from train.feed import FeedError
     from train.formats import FormatError
     from train.loop import train
 
     try:
         train(config, args.from_draft)
-    except (ContractMismatch, FeedError, FormatError, VerifierError, FileNotFoundError) as error:
+    except (ContractMismatch, NoStates, FormatError, VerifierError, FileNotFoundError) as error:
         sys.exit(f"train: {error}")
 
 

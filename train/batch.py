@@ -52,7 +52,7 @@ def place(step: int, rows: int, config: Config) -> Place:
     """Samples of a step, by arithmetic alone: an epoch is one permutation drawn from (seed, epoch), so that resuming needs
     no state. The last step of an epoch may be smaller."""
     per_epoch = steps_per_epoch(rows, config)
-    epoch, index = divmod(step, per_epoch)
+    epoch, index = divmod(step % config.rounds.batches if config.rounds else step, per_epoch)  # each round has data of its own
     order = np.random.default_rng((config.seed, epoch)).permutation(rows)
     return Place(step, epoch, order[index * config.train.global_batch : (index + 1) * config.train.global_batch])
 
@@ -62,8 +62,15 @@ def steps_per_epoch(rows: int, config: Config) -> int:
 
 
 def total_steps(rows: int, config: Config) -> int:
+    if config.rounds:
+        return config.train.max_steps
     steps = config.train.epochs * steps_per_epoch(rows, config)
     return min(steps, config.train.max_steps or steps)
+
+
+def end_step(total: int, config: Config) -> int:
+    """Steps that are done when this launch has ended: all, or those of its round and of the ones before."""
+    return min(total, (config.rounds.number + 1) * config.rounds.batches) if config.rounds else total
 
 
 def block_size_at(step: int, total: int, config: Config) -> int:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from configs.schema import Config, config_argument, parse
 from extract.hf import HFVerifier
+from extract.obtain import NoStates, StateSource
 from extract.pool import Pool
 from extract.render import RenderError, load_tokenizer
 from store.contract import StateContract
-from train.batch import Sample
 from train.bigram import bigram_accepted, bigram_counts, follower_table
 from train.checkpoint import latest, load_draft, read_record
 from train.confidence import calibration
@@ -31,7 +31,6 @@ from train.counters import EngineError, ask_engine
 from train.decode import Decoded, Sampler, speculate
 from train.diagnose import diagnose
 from train.draft import Draft
-from train.feed import Feed, FeedError
 from train.protocol import differences, protocol
 from train.report import write_report
 from train.sets import Question, answer_all, read_sets
@@ -106,7 +105,7 @@ class StatesOf:
     extractor."""
 
     def __init__(self, config: Config, folder: Path):
-        self.config, self.folder, self.verifiers, self.feed = config, folder, {}, None
+        self.config, self.folder, self.verifiers, self.source = config, folder, {}, None
 
     def verifier(self, taps: tuple[int, ...]) -> HFVerifier:
         if taps not in self.verifiers:
@@ -114,19 +113,19 @@ class StatesOf:
             self.verifiers[taps] = HFVerifier(verifier.path, verifier.dtype, taps, verifier.trust_remote_code)
         return self.verifiers[taps]
 
-    def __call__(self, token_ids: list[int], taps: tuple[int, ...], hidden_size: int) -> Tensor:
-        """[T, m + 1, H]. Raises ValueError, FeedError: they cannot be had."""
+    def __call__(self, token_ids: list[int], taps: tuple[int, ...]) -> Tensor:
+        """[T, m + 1, H]. Raises ValueError, NoStates: they cannot be had."""
         if "closed_loop" in self.config.evaluate.readings:
             return self.verifier(taps).prefill([token_ids])[0]
-        if self.feed is None:
-            self.feed = Feed([], self.config, hidden_size, Pool(self.config), 0, 1)
-            self.feed.contract = StateContract.model_validate(read_record(self.folder)["states"])
-        contract = self.feed.contract
+        if self.source is None:
+            self.source = StateSource(self.config, Pool(self.config), keep=self.config.store.keep)
+            self.source.contract = StateContract.model_validate(read_record(self.folder)["states"])
+        contract = self.source.contract
         if taps != contract.taps:
             raise ValueError(f"the stored states have taps {contract.taps}, a draft wants {taps}")
-        out = self.feed.states(Sample(-1, np.array(token_ids), np.ones(0)))
-        if out is None:
-            raise ValueError(f"an answer of {len(token_ids)} tokens has no states: {dict(self.feed.drops)}")
+        out = self.source.buffer(len(token_ids))
+        if not self.source.obtain(token_ids, out):
+            raise ValueError(f"an answer of {len(token_ids)} tokens has no states: {dict(self.source.drops)}")
         return out
 
 
@@ -135,7 +134,7 @@ def simulated(config: Config, draft: Draft, frozen: FrozenVerifier, questions: l
     settings, responses = config.evaluate, []
     for question in questions:
         text = question.prompt_ids + question.response_ids
-        here = states(text, draft.spec.taps, frozen.embedding.shape[1])
+        here = states(text, draft.spec.taps)
         responses += simulate(draft, frozen, text, [(len(question.prompt_ids), len(text))], here, settings.rule, settings.temperature)
     return responses
 
@@ -212,7 +211,7 @@ def main() -> None:
         sys.exit(f"train.evaluate: {config.run_dir} has no checkpoint yet; name one with --draft")
     try:
         report = evaluate(config, folder, args.reference, args.diagnose)
-    except (ValueError, FileNotFoundError, RenderError, EngineError, FeedError) as error:
+    except (ValueError, FileNotFoundError, RenderError, EngineError, NoStates) as error:
         sys.exit(f"train.evaluate: {error}")
     print(write_report(config.run_dir, report))
     for warning in report["warnings"]:

@@ -5,57 +5,66 @@ A wrong tap, a missing norm or a shifted last layer trains without complaint and
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from configs.schema import Config
-from extract.pool import Pool
+from extract.captured import Captured
+from extract.obtain import StateSource
 from store.contract import ContractMismatch, StateContract
-from store.objects import ObjectStore, run_prefix
-from store.sample import discard, fetch
 from store.verifier import fingerprint
 from train.verifier import FrozenVerifier
 
 TOKENS, REPRODUCED = 64, 62  # greedy tokens of the engine, and how many of them its own last states must reproduce
 
 
-def handshake(config: Config, pool: Pool, store: ObjectStore, frozen: FrozenVerifier, prompts: list[list[int]]) -> StateContract:
-    """Returns the engine's state contract once it has passed. prompts: token ids to continue, as many as it takes.
+Example = tuple[list[int], list[int], Tensor]  # prompt, the engine's greedy response, states [T, m + 1, H] of both together
+
+
+def handshake(config: Config, contract: StateContract, frozen: FrozenVerifier, examples: Iterable[Example]) -> None:
+    """Returns when the states are what the contract claims, and both are what the recipe means.
 
     Raises ContractMismatch: other taps, another verifier, a wrong norm flag, a last state that is not the last layer's.
     """
-    contract = pool.contract()
     if contract.taps != config.draft.taps:
         raise ContractMismatch(f"taps: {contract.taps} in the engine, {config.draft.taps} in the recipe (draft.taps)")
     if (ours := fingerprint(config.verifier.path)) != contract.verifier:
         raise ContractMismatch(f"another verifier: the engine serves {contract.verifier}, {config.verifier.path} is {ours}")
     frozen.last = contract.last
-    last, tokens = _greedy(run_prefix(config.run_dir), pool, store, contract, prompts, frozen.embedding.shape[1])
+    last, tokens = _enough(examples)
     margin = config.verifier.rounding
     missed, judged = _missed(frozen.logits(last), tokens, margin)
     if missed > TOKENS - REPRODUCED:
         raise ContractMismatch(_diagnose(frozen, last, tokens, margin, f"{missed} of {judged} greedy tokens are not reproduced"))
     if judged < TOKENS // 4:
         raise ContractMismatch(f"{judged} of {len(tokens)} greedy tokens have a top-2 margin over {margin}: too few to prove anything")
-    return contract
 
 
-def _greedy(run: str, pool: Pool, store: ObjectStore, contract: StateContract, prompts, hidden_size: int) -> tuple[Tensor, Tensor]:
-    """Last states [n, H] that should predict the engine's own greedy tokens [n], n >= TOKENS unless prompts run out."""
-    states, tokens = [], []
+def from_engine(source: StateSource, prompts: Iterable[list[int]]) -> Iterator[Example]:
+    """What the running extractor answers and makes now; the durable cache would prove an engine of another day."""
     for prompt in prompts:
-        response, _ = pool.complete(prompt, max_tokens=TOKENS)
-        token_ids = [*prompt, *response]
-        out = torch.empty((len(token_ids), len(contract.taps) + 1, hidden_size), dtype=getattr(torch, contract.dtype))
-        name = f"{run}{uuid.uuid4().hex[:8]}/handshake/0/0"
-        try:
-            pool.make(name, token_ids)
-            fetch(store, name, contract, token_ids, out)
-        finally:
-            discard(store, name)
-        states.append(out[len(prompt) - 1 : -1, -1])
+        response, _ = source.pool.complete(prompt, max_tokens=TOKENS)
+        states = source.buffer(len(prompt) + len(response))
+        source.make([*prompt, *response], states)
+        yield prompt, response, states
+
+
+def from_cache(source: StateSource, captured: Captured) -> Iterator[Example]:
+    """What the engine answered and made when the data set was captured. Raises ContractMismatch: it is not in the cache."""
+    for prompt, response in captured.examples:
+        states = source.buffer(len(prompt) + len(response))
+        if not source.cache.get_into(captured.contract, [*prompt, *response], states):
+            raise ContractMismatch("the states that were captured are not in the durable cache (store.cache_path)")
+        yield prompt, response, states
+
+
+def _enough(examples: Iterable[Example]) -> tuple[Tensor, Tensor]:
+    """Last states [n, H] that should predict the engine's own greedy tokens [n], n >= TOKENS unless examples run out."""
+    states, tokens = [], []
+    for prompt, response, made in examples:
+        states.append(made[len(prompt) - 1 : -1, -1])
         tokens += response
         if len(tokens) >= TOKENS:
             break

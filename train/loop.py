@@ -14,14 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from configs.schema import Config
-from extract.pool import Pool
-from store.contract import Contract, ContractMismatch, DataContract, require_same
+from extract.captured import RECORD, Captured
+from extract.obtain import NoStates, StateSource
+from extract.pool import ExtractionError, Pool
+from store.contract import Contract, ContractMismatch, DataContract, StateContract, require_same
 from train import checkpoint
-from train.batch import Batch, Order, block_size_at, place
+from train.batch import Batch, Order, block_size_at, end_step, place
 from train.contract import DraftContract
 from train.draft import Draft, initialise
-from train.feed import Feed, FeedError
-from train.handshake import handshake
+from train.feed import Feed
+from train.handshake import Example, from_cache, from_engine, handshake
 from train.log import Log, Stopwatch, summarise
 from train.optimizer import build_optimizers, set_learning_rate
 from train.step import SUMS, run
@@ -49,7 +51,7 @@ def train(config: Config, from_draft: Path | None = None) -> None:
     """Train a draft as `config` says, or go on from the run's latest checkpoint; every rank of a torchrun world calls it.
 
     from_draft: a checkpoint or a published draft whose weights a new run starts from. Raises ContractMismatch (the engine, the
-    data, the checkpoint or the draft are not what the recipe means), FormatError and FeedError.
+    data, the checkpoint or the draft are not what the recipe means), FormatError and NoStates.
     """
     with world(config.train.stuck_s) as ranks:
         torch.set_num_threads(config.train.threads)
@@ -59,11 +61,14 @@ def train(config: Config, from_draft: Path | None = None) -> None:
         draft = _draft(config, spec, from_draft)
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
         frozen = FrozenVerifier.load(config.verifier.path, dtype, ranks.device, draft.kept)
-        feed = Feed(dataset, config, spec.hidden_size, Pool(config), ranks.rank, ranks.size)
+        source = StateSource(config, Pool(config), ranks.rank, ranks.size, keep=config.store.keep)
+        feed = Feed(dataset, config, source, ranks.rank, ranks.size)
         try:
-            feed.contract = _agree(config, ranks, feed, frozen, dataset)
+            _agree(config, ranks, source, frozen, dataset)
             data = DataContract.model_validate_json((config.data.path / "data_contract.json").read_text())
-            contracts = {"draft": spec, "states": feed.contract, "data": data, "order": Order.of(dataset, config)}
+            contracts = {"draft": spec, "states": source.contract, "data": data}
+            if config.rounds is None:  # each round has samples of its own
+                contracts["order"] = Order.of(dataset, config)
             training = Run(config, ranks, feed, draft.to(ranks.device), frozen, contracts)
             found = checkpoint.latest(config.run_dir / "checkpoints")
             first = checkpoint.resume(found, draft, contracts) if found else _start(training, dataset, warm=from_draft is None)
@@ -103,20 +108,36 @@ def _draft_vocabulary(config: Config, spec: DraftContract) -> Tensor:
     return kept
 
 
-def _agree(config: Config, ranks: World, feed: Feed, frozen: FrozenVerifier, dataset: Dataset):
-    """Rank 0 shakes hands with the engine; the others get the state contract, or the reason why there is none."""
+def _agree(config: Config, ranks: World, source: StateSource, frozen: FrozenVerifier, dataset: Dataset) -> None:
+    """Rank 0 shakes hands with the engine; all get its state contract, or the reason why there is none.
+
+    Without an extractor, the record of a data set that was captured stands for it.
+    """
     contract = refusal = None
     if ranks.rank == 0:
-        prompts = (record["input_ids"][: max(1, int(record["loss_mask"].argmax()))].tolist() for record in dataset)
         try:
-            contract = handshake(config, feed.pool, feed.store, frozen, islice(prompts, 64))
+            source.contract, examples = _examples(config, source, dataset)
+            handshake(config, source.contract, frozen, examples)
+            contract = source.contract
         except ContractMismatch as error:
             refusal = str(error)
     contract, refusal = ranks.object_from_rank_0((contract, refusal))
     if refusal:
         raise ContractMismatch(f"handshake: {refusal}")
-    frozen.last = contract.last
-    return contract
+    source.contract, frozen.last = contract, contract.last
+
+
+def _examples(config: Config, source: StateSource, dataset: Dataset) -> tuple[StateContract, Iterator[Example]]:
+    captured = config.data.path / RECORD
+    try:
+        contract = source.pool.contract()
+    except ExtractionError:
+        if not (config.store.keep and captured.exists()):
+            raise
+        record = Captured.model_validate_json(captured.read_text())
+        return record.contract, from_cache(source, record)
+    prompts = (record["input_ids"][: max(1, int(record["loss_mask"].argmax()))].tolist() for record in dataset)
+    return contract, from_engine(source, islice(prompts, 64))
 
 
 def _start(training: Run, dataset: Dataset, warm: bool) -> int:
@@ -128,27 +149,27 @@ def _start(training: Run, dataset: Dataset, warm: bool) -> int:
 
 
 def _first_states(training: Run) -> Tensor:
-    """States [T, m + 1, H] of the first samples of the global order. Raises FeedError if none of them could be made."""
+    """States [T, m + 1, H] of the first samples of the global order. Raises NoStates if none of them could be made."""
     rows = place(0, len(training.feed.dataset), training.config).rows[:WARM_START_SAMPLES]
     parts = [states for row in rows if (states := training.feed.states(training.feed.sample(row))) is not None]
     if not parts:
-        raise FeedError(f"warm start: none of the samples {rows.tolist()} could be made: {dict(training.feed.drops)}")
+        raise NoStates(f"warm start: none of the samples {rows.tolist()} could be made: {dict(training.feed.source.drops)}")
     return torch.cat(parts)
 
 
 def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -> None:
     """All steps from `first` on: sums are raw until the normaliser of the whole step is known, on all ranks alike."""
     config, ranks, total = training.config, training.world, training.feed.total
-    log = Log(config.run_dir, total, config.train.log_every) if ranks.rank == 0 else None
+    end, log = end_step(total, config), Log(config.run_dir, total, config.train.log_every) if ranks.rank == 0 else None
     if log:
-        print(f"handshake passed; {total - first} of {total} steps to go, {config.train.global_batch} samples each", flush=True)
+        print(f"handshake passed; {end - first} of {total} steps to go, {config.train.global_batch} samples each", flush=True)
     batches = training.feed.batches(first)
     parameters = list(training.draft.parameters())
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     held, record = held_out(config) if config.train.validate_every else None, log.best(first) if log else 0.0
     milestones = {max(1, round(share * total)) for share in config.train.milestones}
-    for step in range(first, total):
+    for step in range(first, end):
         watch = Stopwatch(ranks.device)
         lr = set_learning_rate(optimizers, step, total, config.train)
         rows = place(step, len(training.feed.dataset), config).rows
@@ -168,19 +189,19 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
         done = step + 1
         if log:
             means = summarise(sums[1 : 1 + len(SUMS)], sums[1 + len(SUMS) :].view(2, -1), float(sums[0]))
-            trouble = {"drops": dict(training.feed.drops), "retries": dict(training.feed.retries)}
+            trouble = {"drops": dict(training.feed.source.drops), "retries": dict(training.feed.source.retries)}
             if done % config.train.log_every == 0:
-                trouble["store"] = training.feed.traffic()
+                trouble["store"] = training.feed.source.traffic()
             made = [f"{check:08x}" for check in checksums.tolist()]
             log.step({"step": done, **means, "lr": lr, "states": made, "seconds": watch.seconds, **trouble})
         best = False
-        if held is not None and (done % config.train.validate_every == 0 or done == total):
+        if held is not None and (done % config.train.validate_every == 0 or done == end):
             values = validate(training.draft, training.frozen, training.feed, held, ranks, config)
             if log:
                 log.validation({"step": done, **values})
                 best, record = values["tokens_per_forward"] > record, max(record, values["tokens_per_forward"])
             best = ranks.object_from_rank_0(best)
-        if best or done % config.train.checkpoint_every == 0 or done == total or done in milestones:
+        if best or done % config.train.checkpoint_every == 0 or done == end or done in milestones:
             weights, *states = training.draft.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)
             root = config.run_dir / "checkpoints"
             checkpoint.save(root, done, weights, states, training.contracts, config, ranks.rank, best, milestones)
