@@ -183,6 +183,8 @@ class Served:
         self.atom, self.distribution, self.lock = atom, Counter({0: 5}), threading.Lock()
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/version":
+            return httpx.Response(404) if self.atom else httpx.Response(200, json={"version": "0.32.0"})
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if request.url.path == "/v1/completions":
@@ -212,6 +214,7 @@ def test_a_served_engine_agrees_with_the_closed_loop(folder, tiny_verifier, monk
     theirs, ours = (report["readings"][name] for name in ("engine", "closed_loop"))
     assert theirs["tokens_per_forward"]["value"] == ours["tokens_per_forward"]["value"]
     assert theirs["histogram"] == ours["histogram"]
+    assert report["protocol"]["engine"] == ("the one at http://engine/" if atom else "vLLM 0.32.0")
     assert len(report["records"]["engine"]) == (SAMPLES + concurrency - 1) // concurrency
 
 

@@ -1,4 +1,4 @@
-"""Prompts as people have them go the whole way: answered, prepared, their states extracted, trained on."""
+"""Prompts as people have them go the whole way: answered, prepared, their states captured, trained on without an extractor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datasets import load_from_disk
 from tiny import RunningExtractor, start_extractor, stop_extractor, write_recipe
 
 from configs.schema import load
-from extract import prepare_data, rollout
+from extract import capture, prepare_data, rollout
 from train import loop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +21,7 @@ COUNT = 16
 SETTINGS = {
     "data": {"length": 900},
     "extract": {"max_model_len": 1000, "batch_tokens": 4000},
-    "store": {"bytes": 64_000_000},
+    "store": {"bytes": 64_000_000, "keep": True},
     "train": {"global_batch": 4, "num_anchors": 8, "max_steps": 2, "optimizer": "adamw"},
 }
 
@@ -35,7 +35,7 @@ def running(tiny_verifier, tmp_path_factory):
 
 
 def _with_store(folder: Path, settings: dict) -> dict:
-    return settings | {"store": settings["store"] | {"path": str(folder / "store")}}
+    return settings | {"store": settings["store"] | {"path": str(folder / "store"), "cache_path": str(folder / "cache")}}
 
 
 @pytest.mark.integration
@@ -58,6 +58,9 @@ def test_prompts_to_training(running: RunningExtractor, tiny_verifier, tmp_path,
         assert sum(row["loss_mask"]) == len(rows[row["id"]]["response_ids"])
     report = json.loads((tmp_path / "data" / "report.json").read_text())
     assert len(kept) == report["kept"] >= COUNT // 2 and set(report["drops"]) <= {"few_supervised", "duplicate"}
+    assert capture.main([recipe]) == 0
+    assert len(list((running.recipe.parent / "cache").glob("*.states"))) >= len(kept)
+    shutil.rmtree(tmp_path / "run" / "extractors")
     loop.train(load(recipe))
     log = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in log] == [1, 2] and all(record["loss"] > 0 for record in log)

@@ -76,6 +76,13 @@ def ask_engine(config: Config, questions: list[Question], tokenizer, block: int)
     return records
 
 
+def engine_version(url: str) -> str:
+    """What the engine at `url` says that it is."""
+    with httpx.Client(timeout=10, trust_env=False) as client:
+        answer = _get(client, "GET", f"{url.rstrip('/')}/version", also=404)
+        return f"vLLM {answer.json()['version']}" if answer.status_code == 200 else f"the one at {url}"
+
+
 def _counters(client: httpx.Client, url: str) -> Counter:
     """The counters once they stand still."""
     seen = None

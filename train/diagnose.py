@@ -10,6 +10,7 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from configs.schema import Config
 from extract.hf import HFVerifier
-from extract.render import RenderError, load_tokenizer, prompt_ids, template_hash
+from extract.render import load_tokenizer, prompt_ids, template_hash
 from store.verifier import text_config
 from train.draft import Draft
 from train.sets import Question
@@ -29,6 +30,7 @@ from train.verifier import FrozenVerifier
 TEXTS, EVERY, SLOTS = 16, 3, 4  # texts looked at, tokens from one anchor to the next, slots of a block
 BETTER = 0.02, 3.0  # nats a slot, and standard errors over texts, by which another reading must win
 ON_POLICY = 0.95, 0.1  # share of greedy tokens that are the verifier's; nats by which sampled ones may be too unlikely
+SAMPLE = 2000  # rows of the data set that are counted
 GAP = 0.3  # nats a slot between trained and held-out text, or between short and long contexts
 Check = tuple[str, str, str]  # name, "fine", "fault", "limit" or "not checked", what was found
 
@@ -86,27 +88,16 @@ def _template(config: Config, rows, questions: list[Question]) -> Check:
     if contract.exists() and json.loads(contract.read_text())["template"] != template_hash(tokenizer):
         faults.append("the verifier's template is not the one that the training data was rendered with")
     rendered = [question for question in questions if question.turn == 1 and question.messages]
-    other = 0
-    for question in rendered:
-        try:
-            other += prompt_ids(tokenizer, question.messages[:-1]) != question.prompt_ids
-        except RenderError:
-            other += 1
+    other = sum(prompt_ids(tokenizer, question.messages[:-1]) != question.prompt_ids for question in rendered)
     if other > len(rendered) / 10:
         faults.append(f"{other} of {len(rendered)} prompts are not what the template makes of their messages")
     if rows is not None:
-        starts = [(row["input_ids"].tolist(), int(row["loss_mask"].argmax())) for row in rows.select(range(min(64, len(rows))))]
-        suffix = _common_suffix([ids[:start] for ids, start in starts])
+        prompts = [row["input_ids"][: row["loss_mask"].argmax()].tolist() for row in rows.select(range(min(64, len(rows))))]
+        ends = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*(prompt[::-1] for prompt in prompts)))
+        suffix = [tokens[0] for tokens in ends][::-1]
         if suffix and (other := sum(q.prompt_ids[-len(suffix) :] != suffix for q in questions)) > len(questions) / 10:
             faults.append(f"{other} of {len(questions)} prompts do not end as those of the training data do")
     return "chat template", "fault" if faults else "fine", "; ".join(faults) or "the same in prompts and training data"
-
-
-def _common_suffix(lists: list[list[int]]) -> list[int]:
-    size = 0
-    while size < min(map(len, lists)) and len({ids[-1 - size] for ids in lists}) == 1:
-        size += 1
-    return lists[0][len(lists[0]) - size :] if size else []
 
 
 def _policy(what: str, config: Config, frozen: FrozenVerifier, texts: list[Text]) -> Check:
@@ -135,14 +126,8 @@ def _readings(config: Config, draft: Draft, frozen: FrozenVerifier, verifier: HF
     """One check for each kind of misreading: the best of its alternatives against the draft as it is."""
     spec, base = draft.spec, _score(draft, frozen, verifier.taps, texts)
     tokenizer, theta = load_tokenizer(config.verifier), (spec.gqa or spec.mla).rope_theta
-    others = {
-        theta / 10,
-        theta * 10,
-        1e4,
-        1e5,
-        1e6,
-        (text_config(config.verifier.path).get("rope_parameters") or {}).get("rope_theta") or 1e4,
-    }
+    rope = text_config(config.verifier.path).get("rope_parameters") or {}
+    others = {theta / 10, theta * 10, 1e4, 1e5, 1e6, rope.get("rope_theta") or theta}
     masks = {getattr(tokenizer, f"{name}_token_id") for name in ("mask", "pad", "eos", "bos", "unk")} | {config.draft.mask_token_id}
     used = sum(spec.mask_token_id in text.ids for text in texts)
     attention = "gqa" if spec.gqa else "mla"
@@ -180,10 +165,10 @@ def _data(config: Config, draft: Draft, frozen: FrozenVerifier, taps, held_out: 
         return
     ours, theirs = _score(draft, frozen, taps, held_out), _score(draft, frozen, taps, trained)
     gap, error = theirs.mean() - ours.mean(), (ours.var() / len(ours) + theirs.var() / len(theirs)) ** 0.5
-    tokens = sum(int(row["loss_mask"].sum()) for row in rows)
+    lengths, supervised = zip(*((len(row["input_ids"]), row["loss_mask"].sum()) for row in rows.select(range(min(SAMPLE, len(rows))))))
+    tokens, longest = np.mean(supervised) * len(rows), max(lengths)
     few = gap > GAP and gap > 3 * error
-    yield "amount of data", "limit" if few else "fine", f"{tokens:,} supervised tokens; trained text is {gap:+.2f} nats a slot likelier"
-    longest = max(len(row["input_ids"]) for row in rows)
+    yield "amount of data", "limit" if few else "fine", f"{tokens:,.0f} supervised tokens; trained text is {gap:+.2f} nats a slot likelier"
     beyond = [replace(text, spans=[(max(start, longest), stop) for start, stop in text.spans if stop > longest + 1]) for text in held_out]
     beyond = [text for text in beyond if text.spans]
     if not beyond:

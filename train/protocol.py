@@ -14,6 +14,7 @@ from extract.render import template_hash, tokenizer_hash
 from store.verifier import fingerprint
 from train.checkpoint import _code_version
 from train.contract import DraftContract
+from train.counters import engine_version
 from train.sets import Question
 
 
@@ -22,7 +23,8 @@ def protocol(config: Config, spec: DraftContract, questions: list[Question], tok
     settings = config.evaluate
     prompts = json.dumps([[question.id, question.prompt_ids] for question in questions])
     return {
-        "engine": settings.engine or f"transformers {transformers.__version__}",
+        "draft": spec.digest(),
+        "engine": engine_version(settings.engine) if settings.engine else f"transformers {transformers.__version__}",
         "readings": ", ".join([*settings.readings, *(["engine"] if settings.engine else [])]),
         "verifier": fingerprint(config.verifier.path),
         "verifier dtype": config.verifier.dtype,
@@ -43,6 +45,6 @@ def protocol(config: Config, spec: DraftContract, questions: list[Question], tok
 
 
 def differences(ours: dict, theirs: dict) -> list[str]:
-    """What two protocols do not share; which taps a draft reads is its own affair."""
-    keys = [key for key in {**ours, **theirs} if key != "taps"]
+    """What two protocols do not share; what a draft is and which taps it reads is its own affair."""
+    keys = [key for key in {**ours, **theirs} if key not in ("draft", "taps")]
     return [f"{key}: {ours.get(key)} here, {theirs.get(key)} there" for key in keys if ours.get(key) != theirs.get(key)]

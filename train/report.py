@@ -120,9 +120,8 @@ def _agreement(report: dict) -> list[str]:
 def _calibration(entry: dict) -> list[str]:
     if not entry:
         return []
-    rows = [
-        (f"{row['threshold']:g}", f"{row['drafts_per_forward']:.2f}", f"{row['tokens_per_forward']:.3f}") for row in entry["thresholds"]
-    ]
+    columns = (("threshold", "g"), ("drafts_per_forward", ".2f"), ("tokens_per_forward", ".3f"))
+    rows = [[format(row[name], digits) for name, digits in columns] for row in entry["thresholds"]]
     return [
         f"Confidence: expected calibration error of a block's predicted survival {entry['ece']['before']:.1%}, after sequential "
         f"temperature scaling {entry['ece']['after']:.1%} (fitted on other answers). Temperatures by slot: "
@@ -137,8 +136,5 @@ def _diagnosis(entry: dict | None) -> list[str]:
         return []
     verdict = f"Likely: {', '.join(entry['faults'])}." if entry["faults"] else "No fault found."
     limits = f" What limits this draft: {', '.join(entry['limits'])}." if entry["limits"] else ""
-    rows = [
-        (check["name"], "**" + check["verdict"] + "**" if check["verdict"] != "fine" else "fine", check["detail"])
-        for check in entry["checks"]
-    ]
+    rows = [(check["name"], check["verdict"], check["detail"]) for check in entry["checks"]]
     return ["## Diagnosis", "", verdict + limits, "", *_table(["check", "", "what was found"], rows)]
