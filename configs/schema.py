@@ -90,6 +90,7 @@ class Mooncake(Section):
     host: str = "127.0.0.1"  # the master's address, on the fabric; each client finds its own by the route to it
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: str = ""  # of RDMA, with commas between; empty: Mooncake chooses
+    threads: Positive = 8  # of the master
     deadline_s: Positive = 5  # without an answer or a byte from a peer; the call that waits for it fails then
     lease_s: Positive = 60  # longer than the slowest read of one object
     release_s: Positive = 120  # until the space of a put that never ended is used again: longer than the slowest put
@@ -120,7 +121,9 @@ class Pool(Section):
 
     deadline_s: Annotated[float, Field(gt=0)] = 900.0  # of one request
     attempts: Positive = 5
+    failures: Positive = 20  # samples in a row that could not be made end the run
     in_flight: Positive = 4
+    min_extractors: Annotated[int, Field(ge=0)] | None = None  # a launch goes on while it has so many; null: all of its own
     look_ahead: Positive = 16  # samples asked for before they are needed
 
 
@@ -257,7 +260,7 @@ class Train(Section):
     parallel: Literal["ddp", "fsdp"] = "ddp"  # ranks hold whole parameters, or rows of each (FSDP2)
     threads: Positive = 1  # CPU threads of one rank
     stuck_s: Annotated[float, Field(gt=0)] = 3600.0  # a rank that waits so long for another one ends; longer than any wait for states
-    checkpoint_every: Positive = 500  # steps
+    checkpoint_every: Annotated[float, Field(gt=0)] = 500  # steps; under 1: of an epoch
     keep_checkpoints: Positive = 3  # the newest; the best one stays too
     milestones: tuple[Fraction, ...] = ()  # shares of the run whose checkpoints stay too
     validate_every: Positive | None = None  # steps between simulations on held-out data (`data.validation`)
@@ -289,14 +292,40 @@ class Restarts(Section):
 
 
 class Launch(Section):
-    """Roles that `slurm.launch` starts on this machine."""
+    """Roles that `slurm.launch` starts, on this machine or over the nodes of a Slurm allocation."""
 
-    extractors: Annotated[int, Field(ge=0, le=1)] = 1  # 0: all states are in the durable cache
-    trainers: Positive = 1
+    extractors: Annotated[int, Field(ge=0)] = 1  # of extract.nodes nodes each; 0: jobs of their own (`slurm.submit --extractors`)
+    trainer_nodes: Annotated[int, Field(ge=0)] = 0  # 0: everything on one machine
+    trainers: Positive = 1  # ranks, on each trainer node
+    gpus: Annotated[int, Field(ge=0)] = 0  # of each node; on one machine extractors take the first, trainers the next
+    interface: str | None = None  # of the fabric, e.g. ib0; null: the one by which nodes reach one another
+    slurm: dict[str, str | int | bool] = {}  # options of sbatch for `slurm.submit`, e.g. {partition: gpu, account: me}
+    minutes: Positive = 24 * 60  # that it asks for
+    checkpoint_s: Annotated[float, Field(ge=0)] = 300.0  # for the trainers to write one, when SIGUSR1 says that time is running out
     restarts: Restarts = Restarts()
     ready_s: Annotated[float, Field(gt=0)] = 1800.0  # an extractor answers by then
     stuck_s: Annotated[float, Field(gt=0)] = 60.0  # a service that answers nothing for so long counts as dead
     grace_s: Annotated[float, Field(ge=0)] = 10.0  # between SIGTERM and SIGKILL
+
+
+class Python(Section):
+    """Interpreters, where extraction and training live in environments of their own; null: the one that runs `slurm.launch`."""
+
+    extract: Path | None = None
+    train: Path | None = None
+
+
+class Plan(Section):
+    """What `slurm.plan` cannot find out by itself where it runs."""
+
+    layers: Positive | None = None  # of the verifier, as heads and weights; null: by its files
+    heads: Positive | None = None
+    weights: Bytes | None = None
+    gpu_bytes: Bytes | None = None  # memory of one GPU; null: not checked
+    rows: Positive | None = None  # of the data set, and mean tokens of one; null: by the data set
+    tokens: Positive | None = None
+    prefill: Annotated[float, Field(gt=0)] | None = None  # tokens/s of one extractor; null: by the run's metrics
+    training: Annotated[float, Field(gt=0)] | None = None  # tokens/s of one rank that never waits; null: by the run's metrics
 
 
 class Rounds(Section):
@@ -322,6 +351,13 @@ class Config(Section):
     evaluate: Evaluate = Evaluate()
     launch: Launch = Launch()
     rounds: Rounds | None = None
+    python: Python = Python()
+    plan: Plan = Plan()
+
+    @property
+    def finished(self) -> Path:
+        """The trainers write this file when they are done: what proves it."""
+        return self.run_dir / "finished.json"
 
     @model_validator(mode="after")
     def _sections_agree(self):

@@ -91,6 +91,7 @@ def command(settings: Mooncake, rpc: int, http: int) -> list[str]:
     flags = {
         "rpc_address": settings.host,
         "rpc_port": rpc,
+        "rpc_thread_num": settings.threads,
         "metrics_host": settings.host,
         "metrics_port": http,
         "eviction_high_watermark_ratio": 1.0,

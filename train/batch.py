@@ -73,6 +73,11 @@ def end_step(total: int, config: Config) -> int:
     return min(total, (config.rounds.number + 1) * config.rounds.batches) if config.rounds else total
 
 
+def checkpoint_interval(rows: int, config: Config) -> int:
+    every = config.train.checkpoint_every
+    return round(every) if every >= 1 else max(1, round(every * steps_per_epoch(rows, config)))
+
+
 def block_size_at(step: int, total: int, config: Config) -> int:
     """Slots of a block at this step: 2, then 4, then all over the first `train.grow_slots` of the run."""
     grown = config.train.grow_slots * total
