@@ -50,6 +50,7 @@ class StateSource:
         self.retries: Counter[str] = Counter()
         self.meter: Counter[str] = Counter()  # bytes fetched, seconds of threads: waiting for room, for the extractor, fetching
         self._told: Counter[str] = Counter()
+        self._missed = 0  # samples in a row
         self._sequence = itertools.count()
 
     def buffer(self, tokens: int) -> Tensor:
@@ -69,7 +70,11 @@ class StateSource:
             self.make(token_ids, out)
         except (ExtractionError, StoreError) as error:
             self.drops[error.cause] += 1
-            return False
+            self._missed += 1
+            if self._missed < self.settings.failures:
+                return False
+            raise NoStates(f"{self._missed} samples in a row could not be made (pool.failures): {dict(self.drops)}") from None
+        self._missed = 0
         self._keep(token_ids, out)
         return True
 

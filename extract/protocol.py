@@ -69,7 +69,7 @@ def refusal(cause: str, message: str) -> tuple[int, dict]:
 
 def registration(run_dir: Path) -> Path:
     """This process's file in the run's folder: there while it answers, removed when it begins to drain."""
-    return run_dir / "extractors" / f"{socket.gethostname()}-{os.getpid()}.json"
+    return run_dir / "extractors" / f"{os.environ.get('EXTRACTOR') or f'{socket.gethostname()}-{os.getpid()}'}.json"
 
 
 def register(path: Path, url: str) -> None:
