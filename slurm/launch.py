@@ -1,9 +1,14 @@
-"""Run everything that a recipe needs, on this machine: `python -m slurm.launch CONFIG [key=value…] [-- COMMAND…]`.
+"""Run everything that a recipe needs: `python -m slurm.launch CONFIG [key=value…] [-- COMMAND…]`.
 
-First the services (the store's master where there is one, the extractor), until each has answered a real request; then the
-trainers, or COMMAND in their place, whose output comes to this terminal. Logs of all roles are in `run_dir/logs`. A role that
-dies is started again as often as `launch.restarts` says. Ends when the trainers have ended; with the name, the reason and the
-last lines of the log of the first role that died otherwise; or with Ctrl-C. Nothing is left running in any case.
+On this machine, or with `launch.trainer_nodes` over the nodes of the Slurm allocation that it is called in: extractors on the
+first ones, trainers on the rest. First `slurm.plan` looks whether the run can work; then the services start (the store's master
+where there is one, the extractors), until each has answered a real request; then the trainers, or COMMAND in their place (on this
+node), whose output comes to this terminal. Logs of all roles are in `run_dir/logs`, what goes on is in `run_dir/status.json`. A
+role that dies is started again as often as `launch.restarts` says. Ends when the trainers have ended; with the name, the reason
+and the last lines of the log of the first role that died otherwise; or with Ctrl-C. Nothing is left running in any case.
+
+SIGUSR1 says that time is running out: the trainers write a checkpoint, and Slurm is asked to start the job again, as it is where a
+node was lost. `--join` starts one more extractor for a run that goes on elsewhere, until that is over.
 """
 
 from __future__ import annotations
@@ -11,22 +16,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
-import json
 import os
+import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-import httpx
-
 from configs.schema import Config, config_argument, parse
-from slurm.processes import Role, run_roles, say
-from store.master_http import REGISTRATION, silence
-from store.objects import StoreError, open_store, run_prefix
-
-PROBE_S = 5.0  # an engine that needs longer for one token is not ready yet
+from slurm.follow import read_status, write_status
+from slurm.nodes import NodeError, allocation, lost, requeue
+from slurm.processes import Outcome, run_roles, say
+from slurm.roles import clear, environment, joining, role_table
+from store.objects import StoreError
 
 
 class Refused(Exception):
@@ -39,112 +43,86 @@ def main(argv: list[str] | None = None) -> int:
     ours, command = argv[:end], argv[end + 1 :]
     parser = argparse.ArgumentParser(
         prog="slurm.launch",
-        usage="%(prog)s [-h] CONFIG [key=value ...] [-- COMMAND ...]",
-        description="Start and watch all roles of a run on this machine.",
+        usage="%(prog)s [-h] [--join] CONFIG [key=value ...] [-- COMMAND ...]",
+        description="Start and watch all roles of a run, on this machine or over the nodes of a Slurm allocation.",
         epilog="COMMAND takes the place of the trainers, e.g. -- python -m extract.rollout CONFIG --prompts FILE --output FILE",
     )
+    parser.add_argument("--join", action="store_true", help="only one more extractor, for a run that goes on elsewhere")
     config_argument(parser)
     args, config = parse(parser, ours)
+    arguments = [args.config, *args.overrides]
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # `run_roles` looks for it
     try:
+        if args.join:
+            while (state := read_status(config.run_dir)["state"]) not in ("starting", "running"):
+                say(f"the run is {state}; waiting for it to start")
+                time.sleep(5)
+            return run_roles(joining(config, arguments), config.run_dir / "logs", config.launch).status
+        plan = [config.python.train or sys.executable, "-m", "slurm.plan", *arguments]
+        if subprocess.run(plan, stdout=sys.stderr, env=environment(1)).returncode:
+            return 2
         with exclusive(config.run_dir) as lock:
-            _clear(config)  # an earlier launch that was killed may have left something
-            roles = role_table(config, [args.config, *args.overrides], command)
-            try:
-                launch = config.launch
-                return run_roles(roles, config.run_dir / "logs", launch.ready_s, launch.grace_s, launch.stuck_s, inherit=(lock,))
-            finally:
-                _clear(config)
+            return launch(config, arguments, command, lock)
     except Refused as error:
         say(f"run_dir {config.run_dir}: {error}")
-        return 2
+    except NodeError as error:
+        say(str(error))
     except StoreError as error:
         say(f"store.path: {error}")
-        return 2
+    except FileNotFoundError as error:
+        say(f"python.train: {error.filename} is no interpreter")
+    return 2
 
 
-def role_table(config: Config, arguments: list[str], command: list[str]) -> list[Role]:
-    """All roles of a run; `arguments` are CONFIG and overrides as every one of our commands takes them."""
-    python, restarts, registrations = [sys.executable, "-m"], config.launch.restarts, config.run_dir / "extractors"
-    roles = []
-    if config.store.kind == "mooncake":
-        ready = partial(master_ready, config)
-        roles.append(Role("master", [*python, "store.master", *arguments], environment(1), ready, ready, restarts=restarts.master))
-    if config.launch.extractors:
-        roles.append(
-            Role(
-                name="extractor-0",
-                command=[*python, "extract.serve", *arguments],
-                env=environment(config.extract.threads),
-                ready=partial(extractor_ready, registrations),
-                alive=partial(extractor_alive, registrations),
-                forget=partial(forget_dead, registrations),
-                restarts=restarts.extractor,
-            )
-        )
-    env = environment(config.train.threads)
-    if command:
-        return [*roles, Role("command", command, env, echo=True)]
-    torchrun = [*python, "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    trainers = [*torchrun, "--nproc-per-node", str(config.launch.trainers), "-m", "train", *arguments]
-    return [*roles, Role("trainers", trainers, env, restarts=restarts.trainer, echo=True)]
-
-
-def environment(threads: int) -> dict[str, str]:
-    """What a role's process starts with: ours, its share of the CPU, and no import from the folder it happens to run in."""
-    return os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",  # `python` is this one
-        "PYTHONSAFEPATH": "1",
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-    }
-
-
-def extractor_ready(registrations: Path) -> str | None:
-    """What is missing until an extractor that registers in this folder has answered a real request; None: nothing."""
-    registered = next(registrations.glob("*.json"), None)
-    if registered is None:
-        return "it has not registered yet"
-    url = json.loads(registered.read_text())["url"]
+def launch(config: Config, arguments: list[str], command: list[str], lock: int) -> int:
+    """Run all roles; the exit status. Raises NodeError, StoreError."""
+    names = allocation() if config.launch.trainer_nodes else []
+    status = Status(config.run_dir, names)
+    clear(config)  # an earlier launch that was killed may have left something
+    if not command:
+        config.finished.unlink(missing_ok=True)
     try:
-        # Token 0 is in every vocabulary. A proxy from the environment must not come between machines of one run.
-        ask = {"prompt": [0], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-        answer = httpx.post(f"{url}/v1/completions", json=ask, timeout=PROBE_S, trust_env=False)
-    except httpx.HTTPError as error:
-        return f"{url} does not answer ({type(error).__name__})"
-    return None if answer.status_code == 200 else f"{url} answers {answer.status_code}: {answer.text[:200]}"
+        roles = role_table(config, arguments, command, names)
+        outcome = run_roles(roles, config.run_dir / "logs", config.launch, inherit=(lock,), tell=status)
+        if outcome.state == "done" and not command and not config.finished.exists():
+            outcome = Outcome("failed", 70, f"the trainers ended well, but without {config.finished}", "trainers")
+        elif outcome.state == "out_of_time" and config.finished.exists():
+            outcome = Outcome("done", 0)
+        return _end(outcome, names, status)
+    except NodeError as error:
+        status("failed", reason=str(error))
+        raise
+    finally:
+        clear(config)
 
 
-def extractor_alive(registrations: Path) -> str | None:
-    """What is wrong with a registered extractor, by its own word; None: nothing. One that is not there yet, or drains, is not asked."""
-    for file in registrations.glob("*.json"):
-        with contextlib.suppress(FileNotFoundError):
-            url = json.loads(file.read_text())["url"]
-            try:
-                status = httpx.get(f"{url}/health", timeout=PROBE_S, trust_env=False).status_code
-            except httpx.HTTPError as error:
-                return f"{url}/health: {type(error).__name__}"
-            if status != 200:
-                return f"{url}/health: {status}"
-    return None
+def _end(outcome: Outcome, names: list[str], status: Status) -> int:
+    """Say how it ended, and have Slurm start the job again where that is the way on."""
+    state, reason = outcome.state, outcome.reason or None
+    gone = lost(names) if state in ("failed", "stopped") and names else []
+    if gone:
+        reason = f"{', '.join(gone)} lost: {reason}"
+    if (gone or state == "out_of_time") and names:
+        state = "requeued"
+    status(state, reason=reason, role=outcome.role or None, log=outcome.log or None, code=outcome.status)
+    if state == "requeued" and outcome.state != "stopped":  # else Slurm knows already
+        say(f"{reason or 'a checkpoint is written'}; Slurm is to start this job again")
+        requeue()
+    return outcome.status
 
 
-def forget_dead(registrations: Path) -> None:
-    """Remove the registrations of this machine's processes that are no more: nobody shall ask them."""
-    for file in registrations.glob("*.json"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{json.loads(file.read_text())['pid']}/cmdline").read_bytes():  # of a zombie it is empty
-                continue
-        file.unlink(missing_ok=True)
+class Status:
+    """`run_dir/status.json`: the state of the run, since when, what failed first and why; the last state of the launch before."""
 
+    def __init__(self, run_dir: Path, names: list[str]):
+        self.run_dir, before = run_dir, read_status(run_dir)
+        job, again = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", 0))
+        self.facts = {"job": job, "restart": again, "nodes": names or [socket.gethostname()], "pid": os.getpid()}
+        self.facts["before"] = {key: value for key, value in before.items() if key != "before"}
 
-def master_ready(config: Config) -> str | None:
-    """What is missing until the master has registered and answers; None: nothing."""
-    try:
-        where = json.loads((config.store.path / REGISTRATION).read_text())
-    except FileNotFoundError:
-        return "it has not registered yet"
-    return silence(where["http"], PROBE_S)
+    def __call__(self, state: str, **more) -> None:
+        record = {"state": state, "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more, **self.facts}
+        write_status(self.run_dir, {key: value for key, value in record.items() if value is not None})
 
 
 @contextlib.contextmanager
@@ -168,16 +146,6 @@ def exclusive(run_dir: Path) -> Iterator[int]:
         lock.write(f"launch {os.getpid()} on {socket.gethostname()}")
         lock.flush()
         yield lock.fileno()
-
-
-def _clear(config: Config) -> None:
-    """Remove what processes of this run, none of which lives, have left for others: registrations, states in the store."""
-    for file in (config.run_dir / "extractors").glob("*.json"):
-        file.unlink(missing_ok=True)
-    if config.store.kind == "mooncake":
-        (config.store.path / REGISTRATION).unlink(missing_ok=True)  # objects have died with those who held them
-    else:
-        open_store(config.store).remove_run(run_prefix(config.run_dir))
 
 
 if __name__ == "__main__":

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Literal
 
-from slurm.role import adopt_orphans, die_with_parent, sweep
+from configs.schema import Launch
+from slurm.role import adopt_orphans, sweep
+from slurm.running import AWAITED, ON_TERMINAL, STOP, STOP_SLACK_S, Failed, Role, Running, say
 
-TAIL_LINES = 80  # torchrun ends with about 40 of its own
-TAIL_BYTES = 32 << 10
 AGAIN_LINES = 10  # of a role that goes on
 LOOK_S = 5.0  # between looks at a service that has been ready
-STOP_SLACK_S = 5.0  # beyond the grace that each wrapper gives its command
-HANGUP = set() if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else {signal.SIGHUP}  # ignored: nohup
-STOP = {signal.SIGINT, signal.SIGTERM} | HANGUP
-AWAITED = STOP | {signal.SIGCHLD}
-ON_TERMINAL = sys.stderr.isatty()
+SETTLE_S = 0.5  # scancel ends roles and tells the launcher, in any order
+REMIND_S = 5.0  # between warnings of a job, which may not have been able to hear the first one
 
 
 @dataclass(frozen=True)
-class Role:
-    """One line of the role table.
+class Outcome:
+    """How roles ended: done, stopped by a signal, out_of_time (SIGUSR1 said so), or failed: which one first, and why."""
 
-    A role with `ready` is a service: started first, awaited, and not expected to end. `ready` says what is still missing,
-    None once the service does its work; it neither raises nor takes longer than a few seconds. A role without is a job:
-    the launch is done when all jobs have ended well.
-    """
+    state: Literal["done", "stopped", "out_of_time", "failed"]
+    status: int  # for the launcher to exit with
+    reason: str = ""
+    role: str = ""
+    log: str = ""
 
-    name: str
-    command: Sequence[str]
-    env: dict[str, str]
-    ready: Callable[[], str | None] | None = None
-    alive: Callable[[], str | None] | None = None  # of a service: what is wrong with it, once it has been ready
-    forget: Callable[[], None] = lambda: None  # clears what it has left when it is gone
-    restarts: int = 0  # times that it is started again
-    echo: bool = False  # what it prints goes to the launcher's terminal too
+
+class OutOfTime(Exception):
+    """SIGUSR1 has come, and no job has begun, or one has not ended in time."""
+
+    status = 128 + signal.SIGUSR1
 
 
 class Stopped(Exception):
@@ -53,131 +44,93 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
 
 
-class Failed(Exception):
-    """A role ended when it should not have, or was not ready in time."""
-
-    def __init__(self, running: Running, reason: str, status: int):
-        self.running = running
-        self.status = status or 1
-        super().__init__(f"{running.role.name} {reason}")
-
-
-def run_roles(roles: Sequence[Role], logs: Path, ready_s: float, grace_s: float, stuck_s: float, inherit: Sequence[int] = ()) -> int:
-    """Run all roles to the end of the jobs; returns the launcher's exit status: 0, or the first failed role's, or 128 + signal.
+def run_roles(
+    roles: Sequence[Role], logs: Path, launch: Launch, inherit: Sequence[int] = (), tell: Callable[..., None] = lambda state, **more: None
+) -> Outcome:
+    """Run all roles to the end of the jobs.
 
     Writes `logs/ROLE.log` (appended to, with one line at the start of each launch). When this returns no descendant of
     this process is alive. Takes over this process's signals for good. `inherit`: file descriptors that every role keeps.
+    `tell` hears that all is "starting", "running", and then "stopping" for a `reason`. SIGUSR1 says that time is running out:
+    jobs get `launch.checkpoint_s`.
     """
     adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)  # taken by `_Roles.pause` alone: nothing interrupts the cleanup
     logs.mkdir(parents=True, exist_ok=True)
-    running = _Roles(logs, ready_s, grace_s, stuck_s, inherit)
+    running = _Roles(logs, launch, inherit)
     try:
+        tell("starting")
         for role in roles:
             if role.ready:
                 running.start(role)
         running.wait_ready()
+        tell("running")
         for role in roles:
             if not role.ready:
                 running.start(role)
         running.wait_jobs()
         running.stop()
-        return 0
-    except Stopped as stopped:
+        return Outcome("out_of_time" if running.warned else "done", 0)
+    except (OutOfTime, Stopped) as stopped:
         say(f"{stopped}; stopping all roles")
-        running.stop()
-        return stopped.status
+        tell("stopping", reason=str(stopped))
+        running.stop(jobs_first=True)  # they may write a checkpoint
+        return Outcome("stopped" if isinstance(stopped, Stopped) else "out_of_time", stopped.status, str(stopped))
     except Failed as failure:
         say(f"{failure}; stopping all roles")
+        tell("stopping", reason=str(failure), role=failure.running.role.name)
         running.stop()
         say(f"{failure}; the end of {failure.running.log}:\n{failure.running.tail()}")
-        return failure.status
+        return Outcome("failed", failure.status, str(failure), failure.running.role.name, str(failure.running.log))
     finally:
         if left := sweep():
             say(f"cannot be killed: processes {left}")
 
 
-def say(text: str, end: str = "\n") -> None:
-    start = "\r\x1b[K" if ON_TERMINAL else ""  # over what a progress line left
-    print(f"{start}launch: {text}", file=sys.stderr, end=end, flush=True)
-
-
-class Running:
-    """A started role: its wrapper process and its log."""
-
-    def __init__(self, role: Role, logs: Path, grace_s: float, inherit: Sequence[int], started: int = 1):
-        self.role, self.started = role, started  # times, this one included
-        self.ready = role.ready is None
-        self.missing: str | None = None  # until it is
-        self.began = self.looked = self.answered = time.monotonic()
-        self.log = logs / f"{role.name}.log"
-        with open(self.log, "ab") as log:
-            log.write(f"==> {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(role.command)}\n".encode())
-            self.begin = self.shown = log.tell()
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "slurm.role", "--grace", str(grace_s), "--", *role.command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=role.env,
-                pass_fds=inherit,
-                start_new_session=True,  # Ctrl-C is the launcher's to handle
-                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),  # not only once the wrapper's Python is up
-            )
-
-    def echo(self) -> None:
-        """Copy what is new in the log to the terminal."""
-        if not self.role.echo:
-            return
-        with open(self.log, "rb") as log:
-            log.seek(self.shown)
-            new = log.read()
-        self.shown += len(new)
-        sys.stdout.buffer.write(new)
-        sys.stdout.flush()
-
-    def failure(self) -> Failed | None:
-        """How this role ended, if it should not have ended like that."""
-        code = self.process.poll()
-        if code is None or (code == 0 and not self.role.ready):
-            return None
-        return Failed(self, _reason(code), code if code >= 0 else 128 - code)
-
-    def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of this launch's part of the log."""
-        with open(self.log, "rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self.begin, end - TAIL_BYTES))
-            text = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"  {line}" for line in text[-lines:])
-
-
 class _Roles:
     """All roles that were started."""
 
-    def __init__(self, logs: Path, ready_s: float, grace_s: float, stuck_s: float, inherit: Sequence[int]):
-        self.logs, self.ready_s, self.grace_s, self.stuck_s, self.inherit = logs, ready_s, grace_s, stuck_s, inherit
+    def __init__(self, logs: Path, launch: Launch, inherit: Sequence[int]):
+        self.logs, self.launch, self.inherit = logs, launch, inherit
         self.started: list[Running] = []
+        self.warned = self.reminded = 0.0  # when SIGUSR1 came, and when jobs were last told so
 
     def start(self, role: Role) -> None:
-        self.started.append(Running(role, self.logs, self.grace_s, self.inherit))
+        self.started.append(Running(role, self.logs, self.launch.grace_s, self.inherit))
+
+    def jobs(self) -> list[Running]:
+        return [running for running in self.started if not running.role.ready and running.process.returncode is None]
 
     def pause(self, seconds: float = 0.2) -> None:
         """Wait for a moment, or until something ends; start again what may be. Raises Stopped or Failed."""
         received = signal.sigtimedwait(AWAITED, seconds)
         for running in self.started:
             running.echo()
-        if received and received.si_signo != signal.SIGCHLD:
+        if received and received.si_signo in STOP:
             raise Stopped(received.si_signo)
-        for place, running in enumerate(self.started):
+        if received and received.si_signo == signal.SIGUSR1:
+            self.warned = self.warned or time.monotonic()
+        for running in list(self.started):
             if failure := running.failure() or self._silent(running):
-                self.started[place] = self._again(failure)
+                self._replace(failure)
+        if self.warned:
+            self._hurry()
+
+    def _hurry(self) -> None:
+        """Have jobs write a checkpoint and end. Raises OutOfTime where none has begun, or after launch.checkpoint_s."""
+        now = time.monotonic()
+        if all(running.role.ready for running in self.started) or now - self.warned > self.launch.checkpoint_s:
+            raise OutOfTime("time is running out (SIGUSR1)")
+        if now - self.reminded > REMIND_S:
+            self.reminded = now
+            for running in self.jobs():
+                running.tell(signal.SIGUSR1)
 
     def _silent(self, running: Running) -> Failed | None:
         """Look whether a service is ready or, later, alive: how it fails to be, if for too long. It has been killed then."""
         role, now = running.role, time.monotonic()
         if not running.ready:
-            missing, limit_s, since, what = role.ready(), self.ready_s, running.began, "was not ready within"
+            missing, limit_s, since, what = role.ready(), self.launch.ready_s, running.began, "was not ready within"
             running.missing = missing
             if missing is None:
                 running.ready = True
@@ -185,26 +138,30 @@ class _Roles:
         elif role.alive is None or now - running.looked < LOOK_S:
             return None
         else:
-            missing, limit_s, since, what = role.alive(), self.stuck_s, running.answered, "has not answered for"
+            missing, limit_s, since, what = role.alive(), self.launch.stuck_s, running.answered, "has not answered for"
         running.looked = time.monotonic()
         if missing is None:
             running.answered = running.looked
             return None
         if now - since < limit_s:
             return None
-        running.process.kill()  # and with it, by the kernel, its command, even if that is stopped
-        running.process.wait()
+        running.kill()
         return Failed(running, f"{what} {limit_s:g} s ({missing})", 1)
 
-    def _again(self, failure: Failed) -> Running:
-        """The role of `failure` started once more. Raises `failure` where that has happened often enough."""
-        old = failure.running
-        if old.started > old.role.restarts:
+    def _replace(self, failure: Failed) -> None:
+        """Start the role of `failure` once more, or do without. Raises `failure` where neither may be, Stopped where it is no wonder."""
+        old, role, place = failure.running, failure.running.role, self.started.index(failure.running)
+        if received := signal.sigtimedwait(STOP, SETTLE_S):
+            raise Stopped(received.si_signo)
+        again = old.started <= role.restarts
+        left = sum(running.role.enough is not None for running in self.started) - 1
+        if not again and (role.enough is None or left < role.enough):
             raise failure
         sweep(keep={running.process.pid for running in self.started if running is not old})
-        old.role.forget()
-        say(f"{failure}; started again ({old.started} of {old.role.restarts}); the end of {old.log}:\n{old.tail(AGAIN_LINES)}")
-        return Running(old.role, self.logs, self.grace_s, self.inherit, old.started + 1)
+        role.forget()
+        what = f"started again ({old.started} of {role.restarts})" if again else f"going on with the other {left}"
+        say(f"{failure}; {what}; the end of {old.log}:\n{old.tail(AGAIN_LINES)}")
+        self.started[place : place + 1] = [Running(role, self.logs, self.launch.grace_s, self.inherit, old.started + 1)] * again
 
     def wait_ready(self) -> None:
         """Wait until all services are ready, watching all of them. Raises Stopped or Failed."""
@@ -213,35 +170,33 @@ class _Roles:
             self.pause()
             if (waited := time.monotonic() - begin) >= announced + interval:
                 announced = waited
-                text = f"waiting for {unready[0].role.name}, {waited:.0f} s of {self.ready_s:g} s: {unready[0].missing}"
+                text = f"waiting for {unready[0].role.name}, {waited:.0f} s of {self.launch.ready_s:g} s: {unready[0].missing}"
                 say(text, end="" if ON_TERMINAL else "\n")
 
     def wait_jobs(self) -> None:
         """Wait until all jobs have ended well. Raises Stopped or Failed."""
-        while any(running.process.returncode is None for running in self.started if not running.role.ready):
+        while self.jobs():
             self.pause()
 
-    def stop(self) -> None:
-        """SIGTERM to all roles, SIGKILL after the grace or at the next signal to the launcher."""
+    def stop(self, jobs_first: bool = False) -> None:
+        """Tell all roles to stop, kill them after the grace or at the next signal to the launcher."""
+        for group in [self.jobs(), self.started] if jobs_first else [self.started]:
+            for running in group:
+                running.tell(signal.SIGUSR2)  # a wrapper's SIGTERM; srun's own would kill at once
+            end = time.monotonic() + self.launch.grace_s + STOP_SLACK_S
+            while any(running.process.poll() is None for running in group) and time.monotonic() < end:
+                received = signal.sigtimedwait(AWAITED, 0.2)
+                for running in self.started:
+                    running.echo()
+                if received and received.si_signo in STOP:
+                    say("told to stop once more; killing what is left")
+                    return self._kill()
+        self._kill()
+
+    def _kill(self) -> None:
         for running in self.started:
-            if running.process.poll() is None:
-                running.process.terminate()
-        end = time.monotonic() + self.grace_s + STOP_SLACK_S
-        while any(running.process.poll() is None for running in self.started) and time.monotonic() < end:
-            received = signal.sigtimedwait(AWAITED, 0.2)
-            for running in self.started:
-                running.echo()
-            if received and received.si_signo != signal.SIGCHLD:
-                say("told to stop once more; killing what is left")
-                break
+            if running.role.step:
+                running.kill()
         sweep()
         for running in self.started:
             running.echo()
-
-
-def _reason(code: int) -> str:
-    """How a wrapper with this return code ended, in words."""
-    signum = -code if code < 0 else code - 128
-    if signum in set(signal.Signals):
-        return f"was killed by {signal.Signals(signum).name}"
-    return f"ended with status {code}"

@@ -1,9 +1,10 @@
 """Run one role so that nothing outlives it: `python -m slurm.role [--grace SECONDS] -- COMMAND…`.
 
-The wrapper passes SIGTERM, SIGINT and SIGUSR1 on to the command, gives it `--grace` seconds after the first of the two
-that mean "stop", kills every descendant when the command has ended (also those that were forked twice or made a session
-of their own), and exits with the command's status, 128 + N where signal N ended it. It stops by itself when its own
-parent dies, and the command dies with the wrapper. Linux only.
+The wrapper passes SIGTERM and SIGINT on to the command and gives it `--grace` seconds then, kills every descendant when the
+command has ended (also those that were forked twice or made a session of their own), and exits with the command's status,
+128 + N where signal N ended it. SIGUSR2 is a SIGTERM that srun passes on; SIGUSR1 goes to those below that have a handler for it
+(ranks, not their torchrun). It stops by itself when its own parent dies, and the command dies with the wrapper. In COMMAND,
+`{node}` is the number of this node in its step. Linux only.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SWEEP_S = 10.0  # a process in uninterruptible sleep cannot be killed, and must not hold up everything else
 
-STOP = {signal.SIGTERM, signal.SIGINT}
-FORWARDED = STOP | {signal.SIGUSR1}
+NODE = "{node}"
+
+STOP = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGUSR2: signal.SIGTERM}
+AWAITED = STOP.keys() | {signal.SIGUSR1, signal.SIGCHLD}
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded once: `die_with_parent` runs between fork and exec
 
@@ -34,27 +37,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
     args = parser.parse_args(argv)
     die_with_parent(os.getppid(), signal.SIGTERM)
-    return run(args.command, args.grace)
+    return run([os.environ.get("SLURM_NODEID", "0") if part == NODE else part for part in args.command], args.grace)
 
 
 def run(command: list[str], grace_s: float) -> int:
     """Run `command` to its end and kill what it left; returns its exit status (128 + N for signal N, 127 if it cannot start)."""
     adopt_orphans()
-    awaited = FORWARDED | {signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)  # taken one at a time below: no handler can interrupt the bookkeeping
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)  # taken one at a time below: no handler can interrupt the bookkeeping
     child = _start(command)
     deadline = None
     try:
         while (status := _reap(child)) is None:
             left = max(deadline - time.monotonic(), 0) if deadline else 3600
-            received = signal.sigtimedwait(awaited, left)
+            received = signal.sigtimedwait(AWAITED, left)
             if received is None and deadline:
                 print(f"slurm.role: still running {grace_s:g} s after it was told to stop, killed: {' '.join(command)}", file=sys.stderr)
                 return 128 + signal.SIGKILL
-            if received and received.si_signo in FORWARDED:
-                os.kill(child, received.si_signo)  # not reaped yet, so the pid is still the child's
-                if received.si_signo in STOP:
-                    deadline = deadline or time.monotonic() + grace_s
+            if received and received.si_signo in STOP:
+                os.kill(child, STOP[received.si_signo])  # not reaped yet, so the pid is still the child's
+                deadline = deadline or time.monotonic() + grace_s
+            elif received and received.si_signo == signal.SIGUSR1:
+                for pid in descendants(os.getpid()):
+                    if _handles(pid, signal.SIGUSR1):
+                        _kill(pid, signal.SIGUSR1)
         return exit_status(status)
     finally:
         if left := sweep():
@@ -123,6 +128,8 @@ def _start(command: list[str]) -> int:
     try:
         die_with_parent(parent, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):  # srun sends them to every process of a step, and most would die of it
+            signal.signal(signum, signal.SIG_IGN)
         os.execvp(command[0], command)
     except OSError as error:
         print(f"slurm.role: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
@@ -145,9 +152,16 @@ def _wait_any() -> tuple[int, int] | None:
     return (pid, status) if pid else None
 
 
-def _kill(pid: int) -> None:
+def _kill(pid: int, signum: int = signal.SIGKILL) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # ended since it was seen, or not ours to kill: `sweep` reports it
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signum)
+
+
+def _handles(pid: int, signum: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        caught = (Path("/proc") / str(pid) / "status").read_text().partition("SigCgt:")[2].split(None, 1)[0]
+        return bool(int(caught, 16) >> (signum - 1) & 1)
+    return False
 
 
 def _prctl(option: int, value: int) -> None:

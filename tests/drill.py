@@ -23,8 +23,8 @@ def launch_drill(recipe: str, harm: str = "") -> int:
 
     table, here = launch.role_table, [sys.executable, __file__]
 
-    def role_table(config, arguments, command):
-        roles = {role.name: role for role in table(config, arguments, command)}
+    def role_table(*arguments):
+        roles = {role.name: role for role in table(*arguments)}
         if harm:
             roles["extractor-0"] = replace(roles["extractor-0"], command=[*here, "serve", recipe])
         roles["trainers"] = replace(roles["trainers"], command=[*here, "then_look", recipe, *roles["trainers"].command])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm.launch import environment
+from slurm.roles import environment
 
 
 class Tree:

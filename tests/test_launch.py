@@ -14,7 +14,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from processes import end_of, wait_for
 
-from slurm.launch import Refused, exclusive, extractor_ready
+from slurm.launch import Refused, exclusive
+from slurm.roles import extractor_ready
 
 # A process tree that does not go away by itself: it ignores SIGTERM, one child has a session of its own, one was forked twice.
 STUBBORN = """
@@ -47,20 +48,24 @@ time.sleep(300)
 """
 
 # A launcher whose table of roles comes from the command line: [name, command, file that says "ready" or null, echo], then how
-# often it is started again, and a file without which it counts as hanging.
+# often it is started again, a file without which it counts as hanging, and how many of its kind are enough.
 LAUNCHER = """
 import json, os, sys
 from pathlib import Path
+from configs.schema import Launch
 from slurm import processes
 processes.LOOK_S = 0.1
 def exists(file):
     return lambda: None if Path(file).exists() else f"{file} is missing"
-def role(name, command, file, echo, restarts=0, alive=None):
+def role(name, command, file, echo, restarts=0, alive=None, enough=None):
     forget = lambda: Path(file).unlink(missing_ok=True) if file else None
     ready, alive = (exists(f) if f else None for f in (file, alive))
-    return processes.Role(name, command, dict(os.environ), ready, alive, forget, restarts, echo)
+    return processes.Role(name, command, dict(os.environ), ready, alive, forget, restarts, enough, echo=echo)
 rows, logs, ready_s, grace_s = json.loads(sys.argv[1])
-sys.exit(processes.run_roles([role(*row) for row in rows], Path(logs), ready_s, grace_s, stuck_s=0.5))
+launch = Launch(ready_s=ready_s, grace_s=grace_s, stuck_s=0.5, checkpoint_s=2)
+outcome = processes.run_roles([role(*row) for row in rows], Path(logs), launch)
+Path(logs, "state").write_text(outcome.state)
+sys.exit(outcome.status)
 """
 
 
@@ -83,8 +88,16 @@ def test_role_leaves_no_descendant(tree):
 
 
 def test_role_passes_signals_on(tree, tmp_path):
-    handler = "trap 'echo usr1 >> {0}' USR1; trap 'echo int >> {0}; exit 4' INT; echo up > {0}; while :; do sleep 0.05; done"
-    role = tree.role("bash", "-c", handler.format(tmp_path / "seen"))
+    handler = """if 1:
+        import signal, sys, time
+        seen = open({!r}, "w", buffering=1)
+        signal.signal(signal.SIGUSR1, lambda *_: seen.write("usr1\\n"))
+        signal.signal(signal.SIGINT, lambda *_: (seen.write("int\\n"), sys.exit(4)))
+        seen.write("up\\n")
+        while True:
+            time.sleep(0.05)
+    """
+    role = tree.role(sys.executable, "-c", handler.format(str(tmp_path / "seen")))
     for signum, seen in ((signal.SIGUSR1, "up\nusr1\n"), (signal.SIGINT, "up\nusr1\nint\n")):
         wait_for((tmp_path / "seen").exists)
         time.sleep(0.2)
@@ -180,6 +193,47 @@ def test_a_service_that_hangs_counts_as_dead(tree, tmp_path, restarts):
     status, _, err = end_of(process)
     assert f"server has not answered for 0.5 s ({healthy} is missing)" in err
     assert status == (0 if restarts else 1)
+
+
+def test_a_launch_goes_on_with_enough_services(tree, tmp_path):
+    up = [[f"server-{n}", [sys.executable, "-c", POLITE, f"{tmp_path}/{n}"], f"{tmp_path}/{n}", False, 0, None, 1] for n in (0, 1)]
+    process = launcher(tree, tmp_path, *up, job("echo job; sleep 300"))
+    assert process.stdout.readline() == "job\n"
+    os.kill(tree.pid(f"{tmp_path}/0"), signal.SIGKILL)
+    wait_for(lambda: not (tmp_path / "0").exists())  # it is forgotten
+    time.sleep(1)
+    assert process.poll() is None
+    os.kill(tree.pid(f"{tmp_path}/1"), signal.SIGKILL)
+    status, _, err = end_of(process)
+    assert status == 137 and "server-0 was killed by SIGKILL; going on with the other 1" in err and "server-1 was killed" in err
+
+
+def test_out_of_time(tree, tmp_path):
+    """SIGUSR1 reaches the one below the job that has a handler, and not the one that would die of it."""
+    rank = """if 1:
+        import signal, sys, time
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print("checkpoint")))
+        print("job", flush=True)
+        time.sleep(300)
+    """
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    process = launcher(tree, tmp_path, service(tmp_path), ["job", [sys.executable, "-c", parent], None, True])
+    assert process.stdout.readline() == "job\n"
+    process.send_signal(signal.SIGUSR1)
+    status, out, err = end_of(process)
+    assert (status, out) == (0, "checkpoint\n") and (tmp_path / "logs" / "state").read_text() == "out_of_time", err
+    assert (tmp_path / "server").read_text() == "stopped"
+
+
+@pytest.mark.parametrize("waiting", [True, False], ids=["waiting", "deaf"])
+def test_out_of_time_without_a_checkpoint(tree, tmp_path, waiting):
+    row = service(tmp_path)
+    row[2] = str(tmp_path / "never") if waiting else row[2]
+    process = launcher(tree, tmp_path, row, job("echo job; sleep 300"))
+    wait_for((tmp_path / "server").exists) if waiting else process.stdout.readline()
+    process.send_signal(signal.SIGUSR1)
+    status, _, err = end_of(process)
+    assert status == 138 and (tmp_path / "logs" / "state").read_text() == "out_of_time", err
 
 
 def test_good_launch(tree, tmp_path):
@@ -281,18 +335,18 @@ def test_readiness_is_a_real_answer(tmp_path):
         def log_message(self, *_):
             """Not in the test's output."""
 
-    assert extractor_ready(tmp_path) == "it has not registered yet"
+    assert extractor_ready(tmp_path / "0.json") == "it has not registered yet"
     server = HTTPServer(("127.0.0.1", 0), Engine)
     url = f"http://127.0.0.1:{server.server_port}"
     (tmp_path / "0.json").write_text(json.dumps({"url": url, "pid": 1}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    assert extractor_ready(tmp_path) == f"{url} answers 503: loading"
+    assert extractor_ready(tmp_path / "0.json") == f"{url} answers 503: loading"
     Engine.status = 200
-    assert extractor_ready(tmp_path) is None
+    assert extractor_ready(tmp_path / "0.json") is None
     assert asked[-1][0] == "/v1/completions" and asked[-1][1]["max_tokens"] == 1 and asked[-1][1]["prompt"]
     server.shutdown()
     server.server_close()
-    assert extractor_ready(tmp_path) == f"{url} does not answer (ConnectError)"
+    assert extractor_ready(tmp_path / "0.json") == f"{url} does not answer (ConnectError)"
 
 
 def test_one_launch_a_run_folder(tmp_path):

@@ -47,7 +47,7 @@ def wait_for_steps(process, recipe: Path) -> None:
 
 
 def test_good_launch(launch, recipe):
-    stale = recipe.parent / "run" / "extractors" / "stale.json"  # of a launch that was killed: nobody answers there
+    stale = recipe.parent / "run" / "extractors" / "extractor-7.json"  # of a launch that was killed: nobody answers there
     stale.parent.mkdir(parents=True)
     stale.write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
     status, out, err = end_of(launch("train.max_steps=2"), seconds=300)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from slurm.launch import environment
+from slurm.roles import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["configs", "extract", "slurm", "store", "train"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -21,6 +22,9 @@ def main() -> None:
 
         print(describe(DraftContract.resolve(config)))
         return
+    heard: list[int] = []  # SIGUSR1: time is running out, SIGTERM: stop; a checkpoint first, both times
+    for signum in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(signum, lambda number, _frame: heard.append(number))
     from extract.obtain import NoStates
     from store.contract import ContractMismatch
     from store.verifier import VerifierError
@@ -28,7 +32,7 @@ def main() -> None:
     from train.loop import train
 
     try:
-        train(config, args.from_draft)
+        train(config, args.from_draft, stop=lambda: bool(heard))
     except (ContractMismatch, NoStates, FormatError, VerifierError, FileNotFoundError) as error:
         sys.exit(f"train: {error}")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,7 @@ from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
 from store.contract import Contract, ContractMismatch, DataContract, StateContract, require_same
 from train import checkpoint
-from train.batch import Batch, Order, block_size_at, end_step, place
+from train.batch import Batch, Order, block_size_at, checkpoint_interval, end_step, place
 from train.contract import DraftContract
 from train.draft import Draft, initialise
 from train.feed import Feed
@@ -47,11 +48,12 @@ class Run:
     contracts: dict[str, Contract]
 
 
-def train(config: Config, from_draft: Path | None = None) -> None:
+def train(config: Config, from_draft: Path | None = None, stop: Callable[[], bool] = lambda: False) -> None:
     """Train a draft as `config` says, or go on from the run's latest checkpoint; every rank of a torchrun world calls it.
 
-    from_draft: a checkpoint or a published draft whose weights a new run starts from. Raises ContractMismatch (the engine, the
-    data, the checkpoint or the draft are not what the recipe means), FormatError and NoStates.
+    from_draft: a checkpoint or a published draft whose weights a new run starts from. `stop` is asked after each step: true on any
+    rank, and there is a checkpoint and an end. `config.finished` is written after the last step's checkpoint only.
+    Raises ContractMismatch (the engine, the data, the checkpoint or the draft are not what the recipe means), FormatError, NoStates.
     """
     with world(config.train.stuck_s) as ranks:
         torch.set_num_threads(config.train.threads)
@@ -77,7 +79,7 @@ def train(config: Config, from_draft: Path | None = None) -> None:
             optimizers = build_optimizers(draft, config.train, ranks)
             if found:
                 checkpoint.resume_optimizers(found, optimizers)
-            _steps(training, optimizers, first)
+            _steps(training, optimizers, first, stop)
         finally:
             feed.close()
 
@@ -157,7 +159,7 @@ def _first_states(training: Run) -> Tensor:
     return torch.cat(parts)
 
 
-def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -> None:
+def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int, stop: Callable[[], bool]) -> None:
     """All steps from `first` on: sums are raw until the normaliser of the whole step is known, on all ranks alike."""
     config, ranks, total = training.config, training.world, training.feed.total
     end, log = end_step(total, config), Log(config.run_dir, total, config.train.log_every) if ranks.rank == 0 else None
@@ -169,13 +171,15 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
         parameter.grad = torch.zeros_like(parameter)
     held, record = held_out(config) if config.train.validate_every else None, log.best(first) if log else 0.0
     milestones = {max(1, round(share * total)) for share in config.train.milestones}
+    every, done = checkpoint_interval(len(training.feed.dataset), config), first
     for step in range(first, end):
         watch = Stopwatch(ranks.device)
         lr = set_learning_rate(optimizers, step, total, config.train)
         rows = place(step, len(training.feed.dataset), config).rows
         sums, checksums = _accumulate(training, batches, rows, block_size_at(step, total, config), watch)
         local = (parameter.grad for parameter in parameters if not isinstance(parameter, DTensor))  # the others are sums
-        ranks.sum_([sums, checksums, *local])
+        asked = torch.tensor(float(stop()))
+        ranks.sum_([sums, asked, checksums, *local])
         normaliser = float(sums[1])
         if normaliser > 0:  # else no rank had a valid slot: the step is counted and changes nothing
             for parameter in parameters:
@@ -201,11 +205,15 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int) -
                 log.validation({"step": done, **values})
                 best, record = values["tokens_per_forward"] > record, max(record, values["tokens_per_forward"])
             best = ranks.object_from_rank_0(best)
-        if best or done % config.train.checkpoint_every == 0 or done == end or done in milestones:
+        if best or done % every == 0 or done == end or done in milestones or asked:
             weights, *states = training.draft.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)
             root = config.run_dir / "checkpoints"
             checkpoint.save(root, done, weights, states, training.contracts, config, ranks.rank, best, milestones)
+        if asked:
+            break
     if log:
+        if done == end:
+            config.finished.write_text(json.dumps({"step": done}))
         log.close()
 
 

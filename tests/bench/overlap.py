@@ -54,9 +54,9 @@ def launch(recipe: str, pace_s: str, record: str) -> int:
 
     table = launcher.role_table
 
-    def role_table(config, arguments, command):
+    def role_table(*arguments):
         ours = [sys.executable, __file__, "--serve", recipe, pace_s, record]
-        return [replace(role, command=ours) if role.name.startswith("extractor") else role for role in table(config, arguments, command)]
+        return [replace(role, command=ours) if role.name.startswith("extractor") else role for role in table(*arguments)]
 
     launcher.role_table = role_table
     return launcher.main([recipe])

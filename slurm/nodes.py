@@ -1,0 +1,152 @@
+"""The nodes of a Slurm allocation: which there are, where each answers, how to start something on them, whether they still live.
+
+`python -m slurm.nodes PEER…` says of the node that it runs on, as one line of JSON, what `survey` asks all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import random
+import re
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PORTS = range(20000, 32768)  # below what Linux gives out by itself
+SIOCGIFADDR = 0x8915
+SURVEY_S = 120.0
+ALIVE_S = 5.0
+
+
+class NodeError(Exception):
+    """Something is wrong with the allocation; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    address: str  # on the fabric
+    interface: str
+    port: int  # that was free a moment ago
+
+
+def allocation() -> list[str]:
+    """Names of the nodes of this job, the first being the one that runs the batch script. Raises NodeError outside a job."""
+    if "SLURM_JOB_NODELIST" not in os.environ:
+        raise NodeError("launch.trainer_nodes: more than one machine takes a Slurm allocation (sbatch slurm/run.sbatch CONFIG)")
+    return _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+
+
+def step(names: Sequence[str], title: str) -> list[str]:
+    """srun that runs a command once on each of these nodes, with all that the job has there, beside other steps.
+
+    What a step does not say it takes from the job's own options, which are about other numbers of nodes and tasks.
+    """
+    count = str(len(names))
+    shape = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(names), "--overlap", "--mem", "0"]
+    cpus = os.environ.get("SLURM_CPUS_ON_NODE", "1")
+    label = ["--label"] if len(names) > 1 else []
+    return ["srun", *shape, "--cpus-per-task", cpus, "--kill-on-bad-exit=1", "--input", "none", "--job-name", title, *label]
+
+
+def survey(names: Sequence[str], interface: str | None) -> list[Node]:
+    """What each node says of itself. Raises NodeError: one does not answer, or has no such interface."""
+    choice = ["--interface", interface] if interface else []
+    command = [part for part in step(names, "survey") if part != "--label"]
+    command += [sys.executable, "-m", "slurm.nodes", *choice, *names]
+    try:
+        done = subprocess.run(command, text=True, capture_output=True, timeout=SURVEY_S)
+    except subprocess.TimeoutExpired:
+        raise NodeError(f"nodes {', '.join(names)} did not answer within {SURVEY_S:.0f} s") from None
+    if done.returncode:
+        raise NodeError(" ".join(done.stderr.split()) or f"srun ended with status {done.returncode}")
+    found = {node.name: node for node in (Node(**json.loads(line)) for line in done.stdout.splitlines())}
+    if len({node.interface for node in found.values()}) > 1:
+        facts = ", ".join(f"{node.name} {node.interface}" for node in found.values())
+        raise NodeError(f"launch.interface: name one that all nodes have; by themselves they would choose {facts}")
+    return [found[name] for name in names]
+
+
+def lost(names: Sequence[str]) -> list[str]:
+    """Those of the nodes whose slurmd cannot be reached. Slurm itself may take minutes to notice."""
+    port = int(re.search(r"SlurmdPort\s*=\s*(\d+)", _slurm("scontrol", "show", "config"))[1])
+    gone = []
+    for line in _slurm("scontrol", "--oneliner", "show", "node", ",".join(names)).splitlines():
+        fields = dict(re.findall(r"(\w+)=(\S+)", line))
+        try:
+            socket.create_connection((fields["NodeAddr"], port), ALIVE_S).close()
+        except OSError:
+            gone.append(fields["NodeName"])
+    return gone
+
+
+def requeue() -> None:
+    """Have Slurm end this job and start it again. Raises NodeError where it does not do that."""
+    _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+
+
+def _slurm(*command: str) -> str:
+    try:
+        done = subprocess.run(command, text=True, capture_output=True)
+    except OSError as error:
+        raise NodeError(f"{command[0]}: {error.strerror}") from None
+    if done.returncode:
+        raise NodeError(" ".join(done.stderr.split()) or f"{command[0]} ended with status {done.returncode}")
+    return done.stdout
+
+
+def addresses() -> dict[str, str]:
+    """IPv4 address of each interface of this machine that has one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                found[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
+    return found
+
+
+def describe(interface: str | None, peers: Sequence[str]) -> Node:
+    """This node. Without `interface` its address is the one from which it reaches another of `peers`. Raises NodeError."""
+    name, known = os.environ.get("SLURMD_NODENAME", socket.gethostname()), addresses()
+    if interface is None:
+        peer = next((peer for peer in peers if peer != name), "127.0.0.1")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, 9))  # sends nothing, but picks a route
+            address = probe.getsockname()[0]
+        interface = next(key for key, value in known.items() if value == address)
+    elif interface not in known:
+        raise NodeError(f"launch.interface: {interface} has no address on {name}, which has {', '.join(map('='.join, known.items()))}")
+    return Node(name, known[interface], interface, free_port(known[interface]))
+
+
+def free_port(address: str) -> int:
+    """A port that nothing uses now. At random, so that two jobs that look at once do not find the same."""
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
+    raise NodeError(f"no free port in {PORTS.start}..{PORTS.stop - 1}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="slurm.nodes", description="Where this node answers, as JSON.")
+    parser.add_argument("--interface", metavar="NAME", help="of the fabric (default: by which it reaches a peer)")
+    parser.add_argument("peers", nargs="*", metavar="PEER")
+    args = parser.parse_args()
+    try:
+        print(json.dumps(vars(describe(args.interface, args.peers))))
+    except (NodeError, OSError) as error:
+        print(f"slurm.nodes: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
