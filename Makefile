@@ -10,7 +10,7 @@ REQUIRE := 1.35
 # A `train.py` or a `configs/` in the working directory must not be taken for ours.
 export PYTHONSAFEPATH := 1
 
-.PHONY: help demo demo-vllm test lint clean
+.PHONY: help demo demo-vllm test lint slurm-packages clean
 
 help:
 	@echo "make demo   from prompts to a trained draft and its acceptance report, on two CPU cores ($(RUN)/report.md)"
@@ -35,12 +35,16 @@ $(RUN)/data/data_contract.json: | $(VERIFIER)/config.json
 $(VERIFIER)/config.json: | .venv/installed
 	$(PY) -m extract.smollm2 $(VERIFIER)
 
-test: lint | .venv/vllm
+test: lint slurm-packages | .venv/vllm
 	$(PY) -m pytest
 
 lint: .venv/installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+
+# A real Slurm for its tests, which are skipped without it.
+slurm-packages:
+	@[ -x /usr/sbin/slurmctld ] || .ci/setup slurm || echo "no Slurm here: its tests are skipped"
 
 .venv/installed: pyproject.toml constraints.txt
 	.ci/setup cpu,dev
