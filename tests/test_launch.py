@@ -61,8 +61,8 @@ def role(name, command, file, echo, restarts=0, alive=None, enough=None):
     forget = lambda: Path(file).unlink(missing_ok=True) if file else None
     ready, alive = (exists(f) if f else None for f in (file, alive))
     return processes.Role(name, command, dict(os.environ), ready, alive, forget, restarts, enough, echo=echo)
-rows, logs, ready_s, grace_s = json.loads(sys.argv[1])
-launch = Launch(ready_s=ready_s, grace_s=grace_s, stuck_s=0.5, checkpoint_s=2)
+rows, logs, ready_s, grace_s, checkpoint_s = json.loads(sys.argv[1])
+launch = Launch(ready_s=ready_s, grace_s=grace_s, stuck_s=0.5, checkpoint_s=checkpoint_s)
 outcome = processes.run_roles([role(*row) for row in rows], Path(logs), launch)
 Path(logs, "state").write_text(outcome.state)
 sys.exit(outcome.status)
@@ -137,8 +137,8 @@ def test_role_ends_when_its_parent_is_killed(tree, tmp_path):
 # ---- all roles
 
 
-def launcher(tree, tmp_path, *rows: list, ready_s=20.0, grace_s=10.0) -> subprocess.Popen:
-    return tree.python("-c", LAUNCHER, json.dumps([rows, str(tmp_path / "logs"), ready_s, grace_s]))
+def launcher(tree, tmp_path, *rows: list, ready_s=20.0, grace_s=10.0, checkpoint_s=60.0) -> subprocess.Popen:
+    return tree.python("-c", LAUNCHER, json.dumps([rows, str(tmp_path / "logs"), ready_s, grace_s, checkpoint_s]))
 
 
 def service(tmp_path, prologue: str = "") -> list:
@@ -229,7 +229,7 @@ def test_out_of_time(tree, tmp_path):
 def test_out_of_time_without_a_checkpoint(tree, tmp_path, waiting):
     row = service(tmp_path)
     row[2] = str(tmp_path / "never") if waiting else row[2]
-    process = launcher(tree, tmp_path, row, job("echo job; sleep 300"))
+    process = launcher(tree, tmp_path, row, job("echo job; sleep 300"), checkpoint_s=1.0)
     wait_for((tmp_path / "server").exists) if waiting else process.stdout.readline()
     process.send_signal(signal.SIGUSR1)
     status, _, err = end_of(process)
