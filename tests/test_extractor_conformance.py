@@ -131,20 +131,21 @@ def test_64_completions_at_once_are_greedy_and_publish_nothing(pool, verifier):
 
 
 def test_sampling_is_repeatable_whoever_else_runs(running, pool):
+    if running.config.extract.engine == "vllm":
+        pytest.skip("vLLM 0.32 on a CPU does not sample beside state extraction")
     prompt = tokens(9)
     with ThreadPoolExecutor(12) as askers:
         crowded = list(askers.map(lambda seed: pool.complete(prompt, 20, temperature=0.5, seed=seed), range(12)))
-    if running.config.extract.engine == "transformers":  # vLLM does not promise it
-        assert crowded[3] == pool.complete(prompt, 20, temperature=0.5, seed=3)
+    assert crowded[3] == pool.complete(prompt, 20, temperature=0.5, seed=3)
     assert len({tuple(ids) for ids, _ in crowded}) > 6
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}])
 def test_sampling_from_the_likeliest_alone_is_greedy(running, pool, sampling):
-    prompt = tokens(9)
-    if "top_k" in sampling and running.config.extract.engine == "vllm":  # on a CPU
-        assert refusal(running, 400, prompt=prompt, **sampling)["type"] == "bad_request"
+    if running.config.extract.engine == "vllm":  # on a CPU
+        assert refusal(running, 400, prompt=[5], temperature=0.5, **sampling)["type"] == "bad_request"
         return
+    prompt = tokens(9)
     assert pool.complete(prompt, 20, temperature=2.0, seed=3, **sampling) == pool.complete(prompt, 20)
 
 
