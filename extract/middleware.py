@@ -16,6 +16,7 @@ import uuid
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
+from vllm.platforms import current_platform
 
 from configs.schema import Config
 from extract.engine_vllm import state_contract
@@ -71,16 +72,16 @@ class Gate:
 
         Raises ExtractionError where the engine could not do what is asked.
         """
-        ask, fields = read_body(body), json.loads(body)
+        ask = read_body(body)
         check_prompt(ask.prompt, ask.max_tokens, self.max_model_len, self.vocab_size)
         if ask.sample in self.waiting:
             raise ExtractionError("bad_request", f"{ask.sample} is being made already: each attempt has a name of its own")
-        ticket = ask.sample or uuid.uuid4().hex
-        if ask.sample is None:
-            fields["kv_transfer_params"] = {"ticket": ticket}
-        if ask.top_k and ask.top_p == 1:  # alone, it ends vLLM 0.32's engine on a CPU: the largest k of no draft tokens
-            fields["top_p"] = 1 - 1e-6
-        return json.dumps(fields).encode(), ticket, ask.sample
+        if ask.top_k and current_platform.is_cpu():  # beside speculative decoding it reads memory that nobody wrote
+            raise ExtractionError("bad_request", "top_k: vLLM 0.32 on a CPU would end over it, use top_p")
+        if ask.sample:
+            return body, ask.sample, ask.sample
+        ticket = uuid.uuid4().hex
+        return json.dumps({**json.loads(body), "kv_transfer_params": {"ticket": ticket}}).encode(), ticket, None
 
     async def _hold(self, scope, receive, send, body: bytes, ticket: str, sample: str | None) -> None:
         """Hold the answer until the verdict. Whoever asked and does not get the 200 leaves nothing in the store."""

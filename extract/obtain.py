@@ -22,7 +22,7 @@ from extract.pool import HOPELESS, ExtractionError, Pool
 from store.cache import DurableCache
 from store.contract import StateContract
 from store.objects import Full, Gone, StoreError, open_store, run_prefix
-from store.sample import MAX_PARTS, discard, fetch
+from store.sample import discard, fetch
 from store.verifier import text_config
 
 AWAY = frozenset({"no_room", "store_gone", "no_extractor", "unreachable", "draining"})  # causes that pass: full, or being restarted
@@ -143,27 +143,22 @@ class StateSource:
         name, size = f"{self.run}/{self.rank}/{number}", MANIFEST_BYTES[0] + tokens * (self._row_bytes() + MANIFEST_BYTES[1])
         with self._timed("room_s"):
             self.gate.acquire(size)
-        parts = MAX_PARTS
         try:
             with self._timed("make_s"):
                 token_ids, out = ask(name)
             with self._timed("fetch_s"):
-                parts = len(fetch(self.store, name, self.contract, token_ids, out).slices)
+                fetch(self.store, name, self.contract, token_ids, out)
             self.meter["fetched_bytes"] += out.nbytes
             return token_ids, out
         finally:
-            self._discard(name, parts)
+            try:
+                discard(self.store, name)
+            except Gone:  # it has lost its consumer, and the store sweeps such
+                self.retries["left_behind"] += 1
             self.gate.release(size)
 
     def _row_bytes(self) -> int:
         return (len(self.contract.taps) + 1) * self.width * getattr(torch, self.contract.dtype).itemsize
-
-    def _discard(self, name: str, parts: int) -> None:
-        """Remove a sample; one that cannot be removed now has lost its consumer, and the store sweeps such."""
-        try:
-            discard(self.store, name, parts)
-        except Gone:
-            self.retries["left_behind"] += 1
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

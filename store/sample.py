@@ -174,9 +174,9 @@ def _read_manifest(store: ObjectStore, name: str) -> Manifest:
     raise Torn(f"{name}: the manifest cannot be read")
 
 
-def discard(store: ObjectStore, name: str, parts: int = MAX_PARTS) -> None:
+def discard(store: ObjectStore, name: str) -> None:
     """Remove a sample, finished or not: the manifest first, so that nobody finds half of it. Raises Gone."""
-    store.remove([f"{name}/manifest", *(f"{name}/{part}" for part in range(parts))])
+    store.remove([f"{name}/manifest", *(f"{name}/{part}" for part in range(MAX_PARTS))])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

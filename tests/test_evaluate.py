@@ -104,7 +104,7 @@ def test_simulation_alone_takes_states_from_the_extractor(measured, folder, tiny
     record.write_text(json.dumps(json.loads(record.read_text()) | {"states": pool.contract().model_dump()}))
     monkeypatch.setattr(evaluate, "Pool", lambda config: pool)
     report = evaluate.evaluate(config, checkpoint_of(folder), checkpoint_of(folder, "other"))
-    assert pool.asked == 2 * SAMPLES and report["main"] == "simulation"
+    assert pool.asked == SAMPLES and report["main"] == "simulation"
     assert report["readings"]["simulation"]["tokens_per_forward"] == measured["readings"]["simulation"]["tokens_per_forward"]
     assert report["pairs"]["all"] == measured["pairs"]["all"]
 

@@ -146,8 +146,11 @@ def test_sampling_is_repeatable_whoever_else_runs(running, pool):
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}])
-def test_sampling_from_the_likeliest_alone_is_greedy(pool, sampling):
+def test_sampling_from_the_likeliest_alone_is_greedy(running, pool, sampling):
     prompt = tokens(9)
+    if "top_k" in sampling and running.config.extract.engine == "vllm":  # on a CPU
+        assert refusal(running, 400, prompt=prompt, **sampling)["type"] == "bad_request"
+        return
     assert pool.complete(prompt, 20, temperature=2.0, seed=3, **sampling) == pool.complete(prompt, 20)
 
 

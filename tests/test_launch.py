@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from processes import end_of, wait_for
 
-from slurm.launch import Refused, exclusive, extractor_ready
+from slurm.launch import Refused, exclusive, extractor_ready, forget_dead
 
 # A process tree that does not go away by itself: it ignores SIGTERM, one child has a session of its own, one was forked twice.
 STUBBORN = """
@@ -307,3 +307,16 @@ def test_run_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(Refused, match="cannot be used"), exclusive(tmp_path / "file" / "run"):
         pass
+
+
+def test_registrations_of_the_dead_are_forgotten(tmp_path):
+    """Also of a zombie: killed with its wrapper, it is the launcher's to reap."""
+    zombie = os.fork()
+    if zombie == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, zombie, os.WEXITED | os.WNOWAIT)
+    for pid in (zombie, os.getpid(), 2**22 + 1):
+        (tmp_path / f"{pid}.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": pid}))
+    forget_dead(tmp_path)
+    assert [file.stem for file in tmp_path.iterdir()] == [str(os.getpid())]
+    os.waitpid(zombie, 0)

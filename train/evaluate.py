@@ -76,7 +76,11 @@ def evaluate(config: Config, folder: Path, reference: Path | None = None, diagno
     elif missing := [question.id for question in questions if question.response_ids is None]:
         raise ValueError(f"{len(missing)} prompts have no answer ({missing[0]}, …): let extract.rollout answer them, or add closed_loop")
 
-    responses = simulated(config, draft, frozen, questions, states)
+    sides = [(draft, frozen)]
+    if reference and reference.suffix != ".json":
+        other = load_draft(reference).eval()
+        sides.append((other, replace(frozen, heads=replace(frozen.heads, kept=other.kept))))
+    responses, *rest = simulated(config, sides, questions, states)
     records["simulation"] = _walked(questions, responses)
     if decoded_at := records.get("closed_loop"):
         same = [walk(response.survival) == result.emitted for response, result in zip(responses, decoded)]
@@ -94,9 +98,11 @@ def evaluate(config: Config, folder: Path, reference: Path | None = None, diagno
     report["calibration"] = calibration(responses)
     report["protocol"] = protocol(config, draft.spec, questions, tokenizer)
     if reference:
-        theirs = _reference(config, reference, questions, states, frozen, report)
-        report["pairs"] = compare(records["simulation"], theirs) | {"reference": str(reference)}
-        report["reference_positions"] = summarise(theirs, block)["unconditional"]
+        if rest:
+            theirs = {"records": {"simulation": _walked(questions, *rest)}, "protocol": protocol(config, other.spec, questions, tokenizer)}
+        else:
+            theirs = json.loads(reference.read_text())
+        _compare(report, theirs, reference)
     return report
 
 
@@ -129,14 +135,19 @@ class StatesOf:
         return out
 
 
-def simulated(config: Config, draft: Draft, frozen: FrozenVerifier, questions: list[Question], states: StatesOf) -> list[Response]:
-    """What the draft would have done along each answer."""
-    settings, responses = config.evaluate, []
+def simulated(
+    config: Config, sides: list[tuple[Draft, FrozenVerifier]], questions: list[Question], states: StatesOf
+) -> list[list[Response]]:
+    """What each of `sides` (draft, frozen verifier) would have done along each answer, whose states are computed once."""
+    settings, results = config.evaluate, [[] for _ in sides]
     for question in questions:
-        text = question.prompt_ids + question.response_ids
-        here = states(text, draft.spec.taps)
-        responses += simulate(draft, frozen, text, [(len(question.prompt_ids), len(text))], here, settings.rule, settings.temperature)
-    return responses
+        text, here = question.prompt_ids + question.response_ids, {}
+        for (draft, frozen), responses in zip(sides, results):
+            taps = draft.spec.taps
+            here[taps] = here[taps] if taps in here else states(text, taps)
+            span = (len(question.prompt_ids), len(text))
+            responses += simulate(draft, frozen, text, [span], here[taps], settings.rule, settings.temperature)
+    return results
 
 
 def _walked(questions: list[Question], responses: list[Response]) -> list[dict]:
@@ -154,17 +165,12 @@ def _bigrams(config: Config, draft: Draft, questions: list[Question]) -> list[di
     return _walked(questions, responses)
 
 
-def _reference(config, reference: Path, questions, states, frozen: FrozenVerifier, report: dict) -> list[dict]:
-    """Records of the reference on these answers; of a report.json its own, with a warning for every difference of protocol."""
-    if reference.suffix == ".json":
-        theirs = json.loads(reference.read_text())
-        report["warnings"] += [f"not like for like: {text}" for text in differences(report["protocol"], theirs["protocol"])]
-        return theirs["records"]["simulation"]
-    other = load_draft(reference).eval()
-    heads = replace(frozen.heads, kept=other.kept)
-    if other.spec.block_size != report["block_size"]:
-        report["warnings"].append(f"not like for like: {report['block_size']} drafts a forward here, {other.spec.block_size} there")
-    return _walked(questions, simulated(config, other, replace(frozen, heads=heads), questions, states))
+def _compare(report: dict, theirs: dict, reference: Path) -> None:
+    """Put pairs with another report into this one; every difference of protocol is a warning."""
+    report["warnings"] += [f"not like for like: {text}" for text in differences(report["protocol"], theirs["protocol"])]
+    records = theirs["records"]["simulation"]
+    report["pairs"] = compare(report["records"]["simulation"], records) | {"reference": str(reference)}
+    report["reference_positions"] = summarise(records, report["block_size"])["unconditional"]
 
 
 def _losslessness(questions: list[Question], decoded: list[Decoded], rounding: float) -> dict:
