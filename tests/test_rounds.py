@@ -43,18 +43,18 @@ def test_rounds_go_on_where_they_were_stopped(recipe, tree):
     run = load(recipe).run_dir
     first, second = (run / "rounds" / name for name in ("0000", "0001"))
     process = tree.python("-m", "slurm.rounds", recipe)
-    wait_for(lambda: (second / "rollouts.jsonl").exists() or process.poll() is not None, 240)
+    wait_for(lambda: (second / "rollouts.jsonl").exists() or process.poll() is not None, 900)
     process.terminate()
-    status, _, err = end_of(process, 60)
+    status, _, err = end_of(process, 120)
     assert status == 143, err
     before = (first / "rollouts.jsonl").stat()
     assert (run / "checkpoints" / "latest").read_text() == "step_00000002"
-    status, _, err = end_of(tree.python("-m", "slurm.rounds", recipe), 240)
+    status, _, err = end_of(tree.python("-m", "slurm.rounds", recipe), 900)
     assert status == 0, err
     assert "round 2 of 2" in err and "round 1 of 2" not in err
     assert (first / "rollouts.jsonl").stat().st_mtime_ns == before.st_mtime_ns
     answered = [[json.loads(line)["id"] for line in (folder / "rollouts.jsonl").open()] for folder in (first, second)]
     assert [sorted(ids) for ids in answered] == [["p0", "p1", "p2", "p3"], ["p0", "p1", "p4", "p5"]]
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").open()] == [1, 2, 3, 4]
-    status, _, err = end_of(tree.python("-m", "slurm.rounds", recipe), 60)
+    status, _, err = end_of(tree.python("-m", "slurm.rounds", recipe), 120)
     assert status == 0 and not err
