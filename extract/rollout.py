@@ -20,6 +20,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,13 +88,15 @@ class Rollouts:
     def __init__(self, path: Path, settings: dict):
         self.path, self.settings_path = path, path.with_name(path.name + ".settings.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RolloutError(f"{path}: is being written by another process; give another --output") from None
-        self._agree(settings)
-        self.done = self._read()
+        with ExitStack() as stack:
+            self._file = stack.enter_context(path.open("ab"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RolloutError(f"{path}: is being written by another process; give another --output") from None
+            self._agree(settings)
+            self.done = self._read()
+            self.close = stack.pop_all().close
 
     def append(self, row: dict) -> None:
         self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
@@ -236,15 +239,16 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
     rows = [prompt.row_id(turn) for prompt in prompts for turn in range(len(prompt.turns))]
     progress = Answers(len(rows), sum(row in rollouts.done for row in rows))
     counts: Counter[str] = Counter()
-    for result in Answerer(config, tokenizer, answers, rollouts.done).run(prompts):
-        if isinstance(result, dict):
-            rollouts.append(result)
-            progress.add(result)
-            continue
-        prompt, turn, error = result
-        cause = getattr(error, "cause", "template")
-        counts[cause] += len(prompt.turns) - turn
-        print(f"rollout: {prompt.row_id(turn)}: {cause}: {error}", file=sys.stderr, flush=True)
+    with closing(rollouts):
+        for result in Answerer(config, tokenizer, answers, rollouts.done).run(prompts):
+            if isinstance(result, dict):
+                rollouts.append(result)
+                progress.add(result)
+                continue
+            prompt, turn, error = result
+            cause = getattr(error, "cause", "template")
+            counts[cause] += len(prompt.turns) - turn
+            print(f"rollout: {prompt.row_id(turn)}: {cause}: {error}", file=sys.stderr, flush=True)
     progress.say(progress.line())
     counts.update(rollouts.done[row]["finish_reason"] for row in rows if row in rollouts.done)
     return counts
