@@ -119,11 +119,11 @@ class StateSource:
         """Since the last call: bytes fetched, and seconds that threads waited for room, for the extractor, and fetched; beside them
         what the store holds now."""
         now = self.meter.copy()
-        since, self._told = now - self._told, now
+        since, self._told = {what: now[what] - self._told[what] for what in now}, now
         with suppress(Gone):
             usage = self.store.usage()
             since |= {"objects": usage.keys, "bytes": usage.bytes}
-        return dict(since)
+        return since
 
     def close(self) -> None:
         self.store.close()
