@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import json
 import signal
 import socket
@@ -16,10 +19,13 @@ import torch
 from tiny import POISON, VOCAB, python_environment, start_extractor, write_recipe
 
 from configs.schema import load
+from extract.engine_transformers import Ask, TransformersEngine
 from extract.hf import HFVerifier
+from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
 from extract.protocol import register
 from extract.serve import main as serve
+from extract.server import Extractor
 from store.objects import open_store
 from store.sample import discard, fetch
 
@@ -272,6 +278,7 @@ def test_an_asker_that_goes_away_frees_its_slot(running, pool):
     started = time.monotonic()
     pool.complete(tokens(3), 2)
     assert time.monotonic() - started < 10
+    assert "never retrieved" not in running.log.read_text()
 
 
 def test_drain_finishes_what_was_taken_and_refuses_the_rest(tiny_verifier, tmp_path):
@@ -321,6 +328,61 @@ def test_a_drain_that_takes_too_long_refuses_the_rest_and_fails(tiny_verifier, t
         assert "were not finished within extract.drain_s" in running.log.read_text()
     finally:
         running.process.kill()
+
+
+def test_what_nobody_waits_for_any_more_is_no_noise(caplog):
+    """An asker that was cancelled while its answer was on the way, as happens when the server is told to end at once."""
+
+    class Engine:
+        def submit(self, ask):
+            self.ask = ask
+
+    class Asked:
+        async def body(self):
+            return b'{"prompt": [5]}'
+
+        async def receive(self):
+            await asyncio.sleep(60)
+
+    async def cancelled() -> None:
+        engine = Engine()
+        asker = asyncio.ensure_future(Extractor(engine, None).completions(Asked()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        asker.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asker
+        del asker
+        engine.ask.fail("draining", "too late")
+        await asyncio.sleep(0.01)
+        del engine
+        gc.collect()
+
+    asyncio.run(cancelled())
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize(("kv_bytes", "rows"), [(2 << 20, 2), (1, 1), (1 << 30, 8)])
+def test_the_cache_of_rows_has_a_bound(tiny_verifier, tmp_path, kv_bytes, rows):
+    config = load(write_recipe(tmp_path, tiny_verifier("llama")), [f"extract.kv_bytes={kv_bytes}"])
+    engine = TransformersEngine(config, open_store(config.store))
+    asks = [Ask(tokens(5, seed), 4) for seed in range(5)]
+    for ask in asks:
+        engine.submit(ask)
+    answers = [ask.answer.result(60).token_ids for ask in asks]
+    cached = [tensor for tensor in engine._slots._tensors()]
+    assert {len(tensor) for tensor in cached} == {rows} and len(set(map(tuple, answers))) > 1
+    assert sum(tensor.nbytes for tensor in cached) <= max(kv_bytes, 401 * engine.verifier.token_bytes())
+    engine.stop()
+    engine.join()
+
+
+def test_a_sample_that_no_store_so_small_can_hold_is_not_waited_for(tiny_verifier, tmp_path):
+    config = load(write_recipe(tmp_path, tiny_verifier("llama")), ["store.bytes=10000"])
+    source = StateSource(config, None)
+    source.contract = HFVerifier(config.verifier.path, "float32", config.draft.taps).contract
+    with pytest.raises(NoStates, match=r"a sample of 50 tokens takes 51200 bytes, store\.bytes is 10000"):
+        source.make(tokens(50), source.buffer(50))
 
 
 @pytest.fixture

@@ -151,8 +151,9 @@ def _readings(config: Config, draft: Draft, frozen: FrozenVerifier, verifier: HF
                 best = max(best, (float(gain.mean()), float(gain.std(ddof=1) / len(gain) ** 0.5) if len(gain) > 1 else np.inf, label))
         wins = best[0] > BETTER[0] and best[0] > BETTER[1] * best[1]
         detail = f"{best[2]}: {best[0]:+.3f} nats a slot (error {best[1]:.3f})"
-        if name == "taps" and config.draft.taps != spec.taps:
-            wins, detail = True, f"{spec.taps} in the draft, {config.draft.taps} in the recipe; {detail}"
+        stated = {"taps": (spec.taps, config.draft.taps), "mask token": (spec.mask_token_id, config.draft.mask_token_id)}.get(name)
+        if stated and stated[0] != stated[1]:
+            wins, detail = True, f"{stated[0]} in the draft, {stated[1]} in the recipe; {detail}"
         if name == "mask token" and used > len(texts) / 10:
             wins, detail = True, f"token {spec.mask_token_id} occurs in {used} of {len(texts)} texts; {detail}"
         yield name, "fault" if wins else "fine", detail
