@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train.anchors import draw_anchors, valid_slots
-from train.attention import attend, block_visible, context_visible
+from train.attention import Packing, attend, block_visible, context_visible, flex
 from train.contract import DraftContract
 from train.draft import Draft, initialise
 from train.objective import slot_weights
@@ -92,6 +92,19 @@ def test_two_part_attention_is_softmax_over_both_parts(causal, window):
                 values = torch.cat((context[1][0, seen, group], own[1][0, a, other, group]))
                 expected = (keys @ query[0, a, slot, head]).softmax(0) @ values
                 torch.testing.assert_close(mixed[0, a, slot, head], expected)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 4), (False, 5)])
+def test_flex_attention_is_two_part_attention(causal, window):
+    """What GPUs run, in its slow reference form: three documents, of which the second has no block."""
+    torch.manual_seed(0)
+    packing = Packing([slice(0, 9), slice(14, 34)], [slice(0, 3), slice(3, 5)])
+    anchors = torch.tensor([[0, 4, 9, 7, 20]])
+    query = torch.randn(1, 5, 3, 4, 16)
+    context = [torch.randn(1, 36, 2, size) for size in (16, 24)]
+    own = [torch.randn(1, 5, 3, 2, size) for size in (16, 24)]
+    expected = attend(query, context, own, anchors, causal, window, packing)
+    torch.testing.assert_close(flex(query, context, own, anchors, causal, window, packing), expected)
 
 
 def test_states_at_or_after_an_anchor_change_nothing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import Counter
 
@@ -22,6 +23,7 @@ from train.checkpoint import load_draft, read_record
 from train.confidence import calibration, ece, fit_temperatures
 from train.counters import EngineError, ask_engine, read_counters
 from train.decode import speculate
+from train.engine import check_engine
 from train.protocol import differences
 from train.report import write_report
 from train.sets import read_sets
@@ -147,6 +149,8 @@ def test_sets_by_name_and_bad_ones(monkeypatch, tmp_path):
         bad.write_text(line)
         with pytest.raises(ValueError, match=message):
             read_sets((str(bad),), None, 8)
+    with pytest.raises(ValueError, match="is empty: name files"):
+        read_sets((), None, 8)
     with pytest.raises(ValueError, match="no such file, and no public set"):
         read_sets(("gsm9k",), None, 8)
 
@@ -216,6 +220,16 @@ def test_a_served_engine_agrees_with_the_closed_loop(folder, tiny_verifier, monk
     assert theirs["histogram"] == ours["histogram"]
     assert report["protocol"]["engine"] == ("the one at http://engine/" if atom else "vLLM 0.32.0")
     assert len(report["records"]["engine"]) == (SAMPLES + concurrency - 1) // concurrency
+
+
+def test_the_check_of_an_export_compares_an_engines_counters(folder, tiny_verifier, monkeypatch):
+    config = recipe(folder, tiny_verifier("llama"))
+    transport, client = httpx.MockTransport(Served(config, checkpoint_of(folder), atom=False)), httpx.Client
+    monkeypatch.setattr(counters.httpx, "Client", lambda **kwargs: client(transport=transport, **kwargs))
+    monkeypatch.setattr(counters, "SETTLED_S", 0)
+    line = check_engine("http://engine", load_draft(checkpoint_of(folder)), config)
+    theirs, ours = re.findall(r"\[[^]]*\]", line)
+    assert theirs == ours and json.loads(ours)[0] > 0
 
 
 def test_an_engine_that_is_not_there(folder, tiny_verifier):

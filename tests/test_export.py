@@ -62,18 +62,18 @@ def test_a_published_draft_comes_back_with_its_contract(exported, kind):
 
 def test_names_and_shapes_of_a_gqa_file(exported):
     _, folder = exported("full")
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    stored = load_file(folder / "model.safetensors")
     own = ("input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
     own += ("self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     expected = {f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in own}
     expected |= {"fc.weight", "hidden_norm.weight", "norm.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
     expected |= {"confidence_head.proj.weight", "confidence_head.proj.bias"}
-    assert index.keys() == expected and set(index.values()) == {"model-00001-of-00001.safetensors"}
+    assert stored.keys() == expected
 
 
 def test_a_reduced_vocabulary_brings_its_own_head_and_maps(exported):
     checkpoint, folder = exported("reduced")
-    tensors, kept = load_file(folder / "model-00001-of-00001.safetensors"), load_draft(checkpoint).kept
+    tensors, kept = load_file(folder / "model.safetensors"), load_draft(checkpoint).kept
     assert torch.equal(torch.arange(100) + tensors["d2t"], kept) and tensors["t2d"].nonzero().flatten().equal(kept)
     assert tensors["lm_head.weight"].shape == (100, 64) and tensors["markov_head.markov_w2.weight"].shape == (100, 8)
     assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool
@@ -81,7 +81,7 @@ def test_a_reduced_vocabulary_brings_its_own_head_and_maps(exported):
 
 def test_names_of_an_mla_file(exported):
     _, folder = exported("mla")
-    names = load_file(folder / "model-00001-of-00001.safetensors").keys()
+    names = load_file(folder / "model.safetensors").keys()
     assert {"context_proj.weight", "context_norm.weight", "final_norm.weight", "embed_tokens.weight"} <= names
     assert not any(name.startswith(("fc", "hidden_norm", "norm", "model", "lm_head")) for name in names) and len(names) == 2 * 12 + 8
 
@@ -153,10 +153,8 @@ def test_a_config_that_engines_misread_is_refused(exported, tmp_path, kind, chan
 def test_a_wrong_tensor_name_is_named_once(exported, tmp_path):
     _, folder = exported("mla")
     copy = shutil.copytree(folder, tmp_path / "copy")
-    file = copy / "model-00001-of-00001.safetensors"
+    file = copy / "model.safetensors"
     save_file({name.replace("q_b_proj", "q_up_proj"): tensor for name, tensor in load_file(file).items()}, file)
-    (copy / "model.safetensors.index.json").unlink()
-    file.rename(copy / "model.safetensors")
     with pytest.raises(FormatError, match=r"missing: layers.N.self_attn.q_b_proj.weight; unknown: layers.N.self_attn.q_up_proj.weight"):
         load_draft(copy)
 

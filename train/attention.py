@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
 @dataclass
@@ -14,6 +17,7 @@ class Packing:
 
     tokens: list[slice]
     blocks: list[slice]
+    masks: dict[tuple, BlockMask] = field(default_factory=dict)  # FlexAttention's, which layers of a kind share
 
 
 def context_visible(anchors: Tensor, length: int, block_size: int, window: int | None) -> Tensor:
@@ -48,14 +52,62 @@ def attend(
     packing: Packing | None = None,
 ) -> Tensor:
     """Attention of blocks as `two_part` has it. With a packing D is 1, all documents of the batch share T and A, and each sees
-    itself alone."""
+    itself alone; GPUs do that in one kernel."""
     if packing is None:
         return two_part(query, context_kv, block_kv, anchors, causal, window)
+    kernel = flex if query.is_cuda else by_document
+    return kernel(query, context_kv, block_kv, anchors, causal, window, packing)
+
+
+def by_document(query: Tensor, context_kv, block_kv, anchors: Tensor, causal: bool, window: int | None, packing: Packing) -> Tensor:
+    """`two_part` of one document after the other."""
     parts = []
     for tokens, blocks in zip(packing.tokens, packing.blocks, strict=True):
         context, own = ([x[:, part] for x in pair] for part, pair in ((tokens, context_kv), (blocks, block_kv)))
         parts.append(two_part(query[:, blocks], context, own, anchors[:, blocks], causal, window))
     return torch.cat(parts, 1)
+
+
+def flex(query: Tensor, context_kv, block_kv, anchors: Tensor, causal: bool, window: int | None, packing: Packing) -> Tensor:
+    """FlexAttention over the keys of all context tokens, then of all slots; tiles of the mask in which nothing is seen cost nothing."""
+    count, slots = query.shape[1:3]
+    key, value = (torch.cat((context, own.flatten(1, 2)), 1).transpose(1, 2) for context, own in zip(context_kv, block_kv))
+    query = query.flatten(1, 2).transpose(1, 2)
+    if (causal, window) not in packing.masks:
+        visible = packed_visible(packing, anchors[0], context_kv[0].shape[1], slots, causal, window)
+        create = _compiled(create_block_mask) if query.is_cuda else create_block_mask
+        packing.masks[causal, window] = create(visible, None, None, query.shape[2], key.shape[2], device=query.device)
+    attention = _compiled(flex_attention) if query.is_cuda else flex_attention
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    mixed = attention(query, key, value, block_mask=packing.masks[causal, window], scale=1.0, enable_gqa=True)
+    return mixed.transpose(1, 2).unflatten(1, (count, slots))
+
+
+_compiled = cache(torch.compile)
+
+
+def packed_visible(packing: Packing, anchors: Tensor, length: int, slots: int, causal: bool, window: int | None) -> Callable[..., Tensor]:
+    """FlexAttention's question whether query q sees key k: of document, block and position of each. anchors: [A], in the document."""
+    token_document = torch.full((length,), -1)
+    token_position, block_document = torch.zeros(length, dtype=torch.int64), torch.zeros(len(anchors), dtype=torch.int64)
+    for number, (tokens, blocks) in enumerate(zip(packing.tokens, packing.blocks, strict=True)):
+        token_document[tokens], block_document[blocks] = number, number
+        token_position[tokens] = torch.arange(tokens.stop - tokens.start)
+    token_document, token_position, block_document = (x.to(anchors.device) for x in (token_document, token_position, block_document))
+    anchor, document = anchors.repeat_interleave(slots), block_document.repeat_interleave(slots)
+    block = torch.arange(len(anchors), device=anchors.device).repeat_interleave(slots)
+    position = anchor + torch.arange(slots, device=anchors.device).repeat(len(anchors))
+    key_document, key_position = torch.cat((token_document, document)), torch.cat((token_position, position))
+    key_block = torch.cat((torch.full_like(token_document, -1), block))
+
+    def visible(_batch, _head, q, k):
+        context = (key_block[k] < 0) & (key_document[k] == document[q]) & (key_position[k] < anchor[q])
+        seen = context | (key_block[k] == block[q])
+        if causal:
+            seen = seen & (key_position[k] <= position[q])
+        return seen if window is None else seen & ((position[q] - key_position[k]).abs() < window)
+
+    return visible
 
 
 def two_part(

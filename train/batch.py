@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from configs.schema import Config
 from store.contract import Contract
 from train.anchors import draw_anchors, valid_slots
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 class Sample(NamedTuple):

@@ -11,13 +11,15 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from huggingface_hub import save_torch_state_dict
 
+from configs.schema import Config
 from store.verifier import find_file
 from train.card import model_card
 from train.checkpoint import load_draft, read_record
+from train.counters import EngineError
 from train.draft import Draft
+from train.engine import check_engine
 from train.formats import FormatError, VerifierFacts, config_json, format_of, to_file
 from train.published import read_published
 from train.served import ServedDraft
@@ -44,30 +46,12 @@ def export(checkpoint: Path, output: Path, kind: str, dtype: torch.dtype = torch
     temporary = output.with_name(f".{output.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    _write_shards(temporary, to_file(draft, frozen.embedding, frozen.heads.verifier, dtype))
+    save_torch_state_dict(to_file(draft, frozen.embedding, frozen.heads.verifier, dtype), temporary, max_shard_size=SHARD_BYTES)
     config = config_json(draft.spec, facts, str(dtype).removeprefix("torch."))
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (temporary / "README.md").write_text(model_card(draft.spec, record, checkpoint))
     shutil.rmtree(output, ignore_errors=True)
     temporary.rename(output)
-
-
-def _write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    room = SHARD_BYTES
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = SHARD_BYTES
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def check(folder: Path, checkpoint: Path | None = None) -> list[str]:
@@ -117,15 +101,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights written")
     parser.add_argument("--check", type=Path, metavar="DIR", help="prove an exported folder, and that it is CHECKPOINT's if one is given")
+    parser.add_argument("--engine", metavar="URL", help="with CHECKPOINT: compare with an engine that serves DIR, too")
     args = parser.parse_args()
     if args.check is None and not (args.checkpoint and args.format and args.output):
         parser.error("CHECKPOINT, --format and --output are needed to export; or --check DIR")
+    if args.engine and not args.checkpoint:
+        parser.error("--engine needs CHECKPOINT, whose recipe names the verifier and the prompts")
     try:
         if args.check is None:
             export(args.checkpoint, args.output, args.format, getattr(torch, args.dtype))
             print(f"{args.output}: written")
         print("\n".join(check(args.check or args.output, args.checkpoint)))
-    except (OSError, ValueError) as error:
+        if args.engine:
+            config = Config.model_validate(read_record(args.checkpoint)["config"])
+            print(check_engine(args.engine, read_published(args.check or args.output), config))
+    except (OSError, ValueError, EngineError) as error:
         sys.exit(f"train.export: {error}")
 
 

@@ -53,7 +53,6 @@ class SlotTerms:
     ce: Tensor
     tv: Tensor
     accepted: Tensor  # argmax of the draft is the teacher's: greedy decoding would accept the slot
-    label_hit: Tensor  # argmax of the draft is the data's token
 
 
 def slot_weights(block_size: int, gamma: float, device: torch.device | None = None) -> Tensor:
@@ -109,7 +108,7 @@ class _ChunkedTerms(torch.autograd.Function):
         statistics = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=statistics, device=hidden.device)
         ce, tv = (torch.zeros(len(labels), dtype=statistics, device=hidden.device) for _ in range(2))
-        accepted, label_hit = (torch.zeros(len(labels), dtype=torch.bool, device=hidden.device) for _ in range(2))
+        accepted = torch.zeros(len(labels), dtype=torch.bool, device=hidden.device)
         train = any(ctx.needs_input_grad[:3])
         grads = [torch.zeros_like(x) for x in (hidden, embedding, markov_w2)] if train else []
         dtype = heads.draft.dtype
@@ -129,7 +128,7 @@ class _ChunkedTerms(torch.autograd.Function):
             values["tv"] = (p - q).clamp_min_(0).sum(-1)
             values["l1"] = 2 * values["tv"]
             ce[part], tv[part] = values["ce"], values["tv"]
-            accepted[part], label_hit[part] = guess == best, guess == labels[part]
+            accepted[part] = guess == best
             weight = weights[part].to(statistics)
             total += sum(alpha * (weight * values[name]).sum() for name, alpha in terms.items())
             if train:
@@ -138,12 +137,13 @@ class _ChunkedTerms(torch.autograd.Function):
                 grads[1][part] = (gradient @ markov_w2.to(dtype)).to(embedding.dtype)
                 grads[2] += (gradient.mT @ embedding[part].to(dtype)).to(markov_w2.dtype)
         ctx.save_for_backward(*grads)
-        ctx.mark_non_differentiable(ce, tv, accepted, label_hit)
-        return total, ce, tv, accepted, label_hit
+        ctx.mark_non_differentiable(ce, tv, accepted)
+        return total, ce, tv, accepted
 
     @staticmethod
     def backward(ctx, upstream, *_):
-        return *(gradient * upstream.to(gradient.dtype) for gradient in ctx.saved_tensors), None, None, None
+        # In place, since the largest is a whole gradient of the vocabulary: this backward runs once.
+        return *(gradient.mul_(upstream.to(gradient.dtype)) for gradient in ctx.saved_tensors), None, None, None
 
 
 def _logit_gradient(p: Tensor, q: Tensor, targets: dict[str, tuple[Tensor, Tensor]], terms: dict[str, float]) -> Tensor:

@@ -80,10 +80,10 @@ class Muon(torch.optim.Optimizer):
                 whole = orthogonalise(whole.view(mine.shape), steps).to(whole.dtype).flatten()
             parts = _exchange(whole, received, sent).split(sent)
             return [None if x is None else part.view(x.shape) for part, x in zip(parts, directions)]
+        if mine is not None:  # before any of the others' is waited for
+            directions[self.world.rank].copy_(orthogonalise(directions[self.world.rank], steps))
         for owner, direction in enumerate(directions):
             if direction is not None:
-                if owner == self.world.rank:
-                    direction.copy_(orthogonalise(direction, steps))
                 self.world.from_rank_([direction], owner)
         return directions
 

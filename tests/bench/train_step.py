@@ -1,0 +1,191 @@
+"""One training step of a draft on a CPU: forward, backward, optimizer, and the memory that they need beyond weights, gradients and
+optimizer state. Ours, the same step written the plain way, and the speculators package with its eager losses.
+
+`python tests/bench/train_step.py [--speculators DIR]`, DIR from `pip install --no-deps --target DIR speculators==0.9.0
+hs-connectors==0.9.0`, in an environment that has vLLM. Each row is a process of its own with one thread; seconds are of CPU, so that
+other work on the machine does not count, the better of two steps after one. All orthogonalise in fp32 (what speculators calls does it
+in bf16, which is far slower on a CPU).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from plain import plain_terms  # noqa: E402
+from tiny import python_environment  # noqa: E402
+
+from configs.schema import Loss, Train  # noqa: E402
+from train import step as train_step  # noqa: E402
+from train.batch import Batch, Document, Sample  # noqa: E402
+from train.contract import DraftContract  # noqa: E402
+from train.draft import Draft, initialise  # noqa: E402
+from train.heads import Heads  # noqa: E402
+from train.objective import Slots, SlotTerms, slot_terms  # noqa: E402
+from train.optimizer import build_optimizers  # noqa: E402
+from train.verifier import FrozenVerifier  # noqa: E402
+from train.world import World  # noqa: E402
+
+HIDDEN, LENGTH, BLOCK, TERMS = 576, 1024, 8, {"ce_argmax": 0.1, "tv": 0.9}
+CPU = torch.device("cpu")
+
+
+class Step:
+    """Ours; `plain` replaces the chunked vocabulary terms by autograd over whole tensors."""
+
+    def __init__(self, vocabulary: int, anchors: int, plain: bool):
+        gqa = {"heads": 9, "kv_heads": 3, "head_dim": 64, "rope_theta": 10000.0}
+        shape = {"hidden_size": HIDDEN, "intermediate_size": 1536, "vocab_size": vocabulary, "draft_vocab_size": vocabulary, "gqa": gqa}
+        rest = {"mask_token_id": 3, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "markov_rank": 256, "loss_terms": TERMS}
+        self.draft = Draft(DraftContract(taps=(1, 2, 3, 4, 5), block_size=BLOCK, layer_types=("full_attention",) * 2, **shape, **rest))
+        initialise(self.draft, 0)
+        self.frozen = FrozenVerifier(torch.randn(vocabulary, HIDDEN) * 0.04, torch.ones(HIDDEN), 1e-5, Heads(torch.empty(0, HIDDEN)))
+        self.frozen.heads = Heads(self.frozen.embedding)
+        random = np.random.default_rng(0)
+        sample = Sample(0, random.integers(4, vocabulary, LENGTH), np.ones(LENGTH, np.uint8))
+        places = torch.from_numpy(np.sort(random.choice(LENGTH - BLOCK - 1, anchors, replace=False)))
+        document = Document(sample, 0, LENGTH, places, torch.ones(anchors, BLOCK, dtype=torch.bool))
+        self.batch = Batch(0, [document], torch.randn(LENGTH, 6, HIDDEN), last=True)
+        self.optimizers = build_optimizers(self.draft, Train(), World(0, 1, CPU))
+        if plain:
+            train_step.slot_terms = plain_slot_terms
+
+    def forward(self) -> Tensor:
+        return train_step.run(self.draft, self.frozen, self.batch, BLOCK, Loss(terms=TERMS), CPU).objective
+
+
+def plain_slot_terms(slots: Slots, w1: Tensor, w2: Tensor, heads: Heads, loss: Loss) -> SlotTerms:
+    values = plain_terms(slots.hidden, w1, w2, heads.verifier, slots.teacher, slots.teacher_row, slots.previous, slots.labels)
+    total = sum(alpha * (slots.weights * values[name]).sum() for name, alpha in loss.terms.items())
+    return SlotTerms(total, values["ce"].detach(), values["tv"].detach(), torch.zeros(len(slots.labels), dtype=torch.bool))
+
+
+class Speculators:
+    def __init__(self, vocabulary: int, anchors: int, folder: str):
+        sys.path.insert(0, folder)
+        from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+        from transformers import Qwen3Config
+
+        shape = {"hidden_size": HIDDEN, "intermediate_size": 1536, "num_hidden_layers": 2, "vocab_size": vocabulary, "head_dim": 64}
+        layer = Qwen3Config(**shape, num_attention_heads=9, num_key_value_heads=3, attn_implementation="eager")
+        config = {"draft_vocab_size": vocabulary, "block_size": BLOCK, "aux_hidden_state_layer_ids": [1, 2, 3, 4, 5], "mask_token_id": 3}
+        self.draft = DSparkDraftModel(DSparkSpeculatorConfig(transformer_layer_config=layer, **config))
+        with torch.no_grad():
+            for parameter in self.draft.parameters():
+                if not parameter.requires_grad and parameter.dim() == 2:
+                    parameter.normal_(std=0.04)
+        keys = {"loss_fn": json.dumps({"ce": 0.1, "tv": 0.9}), "loss_implementation": "eager", "max_anchors": anchors}
+        self.arguments = self.draft.get_trainer_kwargs(**keys)[0]
+        self.inputs = [torch.randn(1, LENGTH, 5 * HIDDEN), torch.randint(4, vocabulary, (1, LENGTH)), torch.ones(1, LENGTH)]
+        self.inputs += [torch.randn(1, LENGTH, HIDDEN), torch.zeros(1, LENGTH, dtype=torch.long)]
+        named = [(name, x) for name, x in self.draft.named_parameters() if x.requires_grad]
+        matrices = [x for name, x in named if x.dim() == 2 and min(x.shape) > 1 and "markov" not in name]
+        others = [x for name, x in named if not any(x is matrix for matrix in matrices)]
+        self.optimizers = [torch.optim.Muon(matrices, lr=1e-4, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(others, lr=1e-4)]
+        torch.Tensor.bfloat16 = lambda tensor: tensor  # of torch.optim.Muon's Newton-Schulz
+
+    def forward(self) -> Tensor:
+        return self.draft(*self.inputs, **self.arguments)[1]
+
+
+class LossAlone:
+    """Ours without the layers."""
+
+    def __init__(self, vocabulary: int, anchors: int):
+        count = anchors * BLOCK
+        self.parameters = [torch.randn(*shape, requires_grad=True) for shape in ((count, HIDDEN), (vocabulary, 256), (vocabulary, 256))]
+        self.heads, teacher = Heads(torch.randn(vocabulary, HIDDEN) * 0.04), torch.randn(count, HIDDEN)
+        previous, labels = torch.randint(vocabulary, (2, count))
+        self.slots = Slots(self.parameters[0], previous, labels, torch.ones(count), teacher, torch.arange(count))
+        self.optimizers: list = []
+        self.gradients = sum(x.nbytes for x in self.parameters)  # on their way from forward to backward
+
+    def forward(self) -> Tensor:
+        return slot_terms(self.slots, *self.parameters[1:], self.heads, Loss(terms=TERMS)).weighted_sum
+
+
+class Memory(threading.Thread):
+    """The most resident bytes between start and `peak`."""
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        self.before = self.most = self.resident()
+        self.stop = threading.Event()
+        self.start()
+
+    def resident(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def run(self):
+        while not self.stop.wait(0.002):
+            self.most = max(self.most, self.resident())
+
+    def peak(self) -> int:
+        self.stop.set()
+        self.join()
+        return self.most - self.before
+
+
+def measure(kind: str, vocabulary: int, anchors: int, folder: str) -> dict:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if kind == "speculators":
+        step = Speculators(vocabulary, anchors, folder)
+    else:
+        step = LossAlone(vocabulary, anchors) if kind == "loss alone" else Step(vocabulary, anchors, kind == "plain")
+    parts = {"forward": [], "backward": [], "optimizer": [], "memory": []}
+    for _ in range(3):
+        memory = Memory()
+        marks = [time.process_time()]
+        loss = step.forward()
+        marks.append(time.process_time())
+        loss.backward()
+        marks.append(time.process_time())
+        for optimizer in step.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        marks.append(time.process_time())
+        del loss
+        for part, seconds in zip(parts, (*np.diff(marks), memory.peak() - getattr(step, "gradients", 0))):
+            parts[part].append(float(seconds))
+    return {part: min(values[1:]) for part, values in parts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speculators", metavar="DIR", default="")
+    parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row:
+        print(json.dumps(measure(args.row[0], int(args.row[1]), int(args.row[2]), args.speculators)))
+        return
+    kinds = ["ours", "plain", *(["speculators"] if args.speculators else [])]
+    rows = [(kind, size, 64) for size in (49_152, 163_840) for kind in kinds]
+    rows += [("loss alone", *size) for size in ((49_152, 64), (163_840, 64), (49_152, 256))]
+    print("| | vocabulary | anchors | forward s | backward s | optimizer s | step s | memory MB |\n|---|---|---|---|---|---|---|---|")
+    for kind, vocabulary, anchors in rows:
+        command = [sys.executable, __file__, "--speculators", args.speculators, "--row", kind, str(vocabulary), str(anchors)]
+        done = subprocess.run(command, capture_output=True, text=True, env=python_environment())
+        if done.returncode:
+            sys.exit(done.stderr)
+        *seconds, memory = json.loads(done.stdout.splitlines()[-1]).values()
+        figures = " | ".join(f"{x:.2f}" for x in (*seconds, sum(seconds)))
+        print(f"| {kind} | {vocabulary:,} | {anchors} | {figures} | {memory / 1e6:,.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

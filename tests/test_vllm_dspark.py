@@ -1,0 +1,212 @@
+"""Real vLLM serves our exports by its own method `dspark`, its Triton kernels interpreted: its drafts are ours, block for block."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from drafts import recipe, save_checkpoint
+from in_process import InProcessPool, save_data
+from safetensors.torch import load_file
+from tiny import MASK, ROOT, python_environment
+
+from configs.schema import Evaluate, Pool, Train
+from extract.hf import HFVerifier
+from train import decode, loop
+from train.checkpoint import latest, load_draft
+from train.export import export, main
+from train.formats import format_of
+from train.verifier import FrozenVerifier
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
+]
+PROMPTS, TOKENS = 4, 32
+FLAGS = {
+    "dtype": "float32",
+    "max-model-len": 128,
+    "max-num-batched-tokens": 128,
+    "max-num-seqs": 1,
+    "kv-cache-memory-bytes": 1 << 27,
+    "generation-config": "vllm",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_verifier, tmp_path_factory):
+    """trained(kind) → recipe, rollouts, checkpoint and export of a draft that is right about half of the time, made once."""
+    made = {}
+
+    def make(kind: str):
+        if kind not in made:
+            folder, verifier_path = tmp_path_factory.mktemp(kind), tiny_verifier("llama")
+            config = recipe(folder, verifier_path, kind, block_size=6, markov_rank=16)
+            train = Train(epochs=30, global_batch=PROMPTS, num_anchors=64, lr=2e-3, muon={"lr": 2e-2}, checkpoint_every=1000)
+            verifier = HFVerifier(verifier_path, "float32", config.draft.taps)
+            rollouts = save_data(config, verifier, PROMPTS, response=TOKENS)
+            if kind == "reduced":  # to half of what is said
+                said = np.unique([token for line in rollouts.read_text().splitlines() for token in json.loads(line)["response_ids"]])[::2]
+                rest = np.setdiff1d(np.arange(verifier.vocab_size), said)
+                np.save(config.data.path / "draft_vocabulary.npy", np.sort(np.r_[said, rest[: 100 - len(said)]]))
+            evaluate = Evaluate(sets=(str(rollouts),), max_tokens=TOKENS)
+            config = config.model_copy(update={"train": train, "pool": Pool(in_flight=1), "evaluate": evaluate})
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(loop, "Pool", InProcessPool)
+                loop.train(config)
+            checkpoint = latest(config.run_dir / "checkpoints")
+            export(checkpoint, folder / "export", format_of(load_draft(checkpoint).spec), torch.float32)
+            made[kind] = config, [json.loads(line) for line in rollouts.read_text().splitlines()], checkpoint, folder / "export"
+        return made[kind]
+
+    return make
+
+
+@contextmanager
+def serving(verifier: str, folder: Path, record: Path):
+    """The URL of a vLLM that serves verifier and draft."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    block_size = json.loads((folder / "config.json").read_text())["block_size"]
+    speculative = json.dumps({"method": "dspark", "model": str(folder), "num_speculative_tokens": block_size})
+    command = [sys.executable, "-m", "slurm.role", "--grace", "10", "--", sys.executable]  # nothing outlives the test
+    command += ["-m", "vllm.entrypoints.openai.api_server", "--model", verifier, "--port", str(port)]
+    command += ["--enforce-eager", "--no-enable-prefix-caching", "--disable-hybrid-kv-cache-manager", "--speculative-config", speculative]
+    command += [text for name, value in FLAGS.items() for text in (f"--{name}", str(value))]
+    env = python_environment() | {
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "interpreted"))),
+        "TRITON_INTERPRET": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "RECORD_DRAFTS": str(record),
+    }
+    log = record.with_suffix(".log")
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+    try:
+        until = time.monotonic() + 600
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None and time.monotonic() < until, log.read_text()[-6000:]
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(120)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def blocks_of_engine(url: str, verifier: str, prompts: list[list[int]], record: Path) -> list[dict]:
+    """Of each prompt: the response, and the blocks as (position of the anchor, drafts)."""
+    results = []
+    for prompt in prompts:
+        record.write_text("")
+        body = {"model": verifier, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600, trust_env=False).raise_for_status().json()
+        lines = [json.loads(line) for line in record.read_text().splitlines()]
+        blocks = [(line["anchor"], line["drafts"]) for line in lines]
+        results.append({"response": answer["choices"][0]["token_ids"], "blocks": blocks})
+    return results
+
+
+def blocks_of_closed_loop(config, folder: Path, prompts: list[list[int]]) -> list[dict]:
+    draft = load_draft(folder)
+    verifier = HFVerifier(config.verifier.path, "float32", draft.spec.taps)
+    frozen = FrozenVerifier.load(config.verifier.path, torch.float32, verifier.device, draft.kept)
+    blocks, propose = [], decode.propose
+
+    def recorded(draft, frozen, context, tokens, anchors, sampler):
+        drafts, p = propose(draft, frozen, context, tokens, anchors, sampler)
+        blocks.append((int(anchors), drafts[0].tolist()))
+        return drafts, p
+
+    results = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(decode, "propose", recorded)
+        for prompt in prompts:
+            blocks.clear()
+            (result,) = decode.speculate(verifier, draft, frozen, [prompt], TOKENS)
+            results.append({"response": result.response_ids, "blocks": list(blocks), "accepted": result.accepted})
+    return results
+
+
+def same_blocks(engine: list[dict], ours: list[dict]) -> float:
+    """The share of our blocks that the engine drafted, too. (After the last one it may draft once more.)"""
+    pairs = [(block, theirs["blocks"]) for theirs, mine in zip(engine, ours) for block in mine["blocks"]]
+    return sum(block in theirs for block, theirs in pairs) / len(pairs)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "reduced"])
+def test_vllm_drafts_what_we_draft(trained, tmp_path, monkeypatch, capsys, kind):
+    config, rollouts, checkpoint, folder = trained(kind)
+    prompts = [row["prompt_ids"] for row in rollouts]
+    ours = blocks_of_closed_loop(config, folder, prompts)
+    accepted = [count for result in ours for count in result["accepted"]]
+    assert 0.5 < sum(accepted) / len(accepted) < 5.5  # else equal counts would say little
+    with serving(config.verifier.path, folder, tmp_path / "drafts.jsonl") as url:
+        engine = blocks_of_engine(url, config.verifier.path, prompts, tmp_path / "drafts.jsonl")
+        assert [result["response"] for result in engine] == [result["response"] for result in ours]
+        assert same_blocks(engine, ours) == 1
+        monkeypatch.setattr(sys, "argv", ["export", str(checkpoint), "--check", str(folder), "--engine", url])
+        main()
+    line = capsys.readouterr().out.splitlines()[-1]
+    counts = [len(accepted), *(sum(count > slot for count in accepted) for slot in range(6))]
+    assert line == f"drafts, and accepted by position: {counts} in the engine, {counts} in the closed loop ({PROMPTS} prompts)"
+
+
+def test_one_wrong_mask_is_noticed(trained, tmp_path, monkeypatch):
+    """The engine is told that blocks are causal, and the draft was trained both ways."""
+    config, rollouts, checkpoint, folder = trained("full")
+    wrong = shutil.copytree(folder, tmp_path / "wrong")
+    served = json.loads((wrong / "config.json").read_text())
+    served["transformer_layer_config"]["is_causal"] = True
+    (wrong / "config.json").write_text(json.dumps(served))
+    prompts = [row["prompt_ids"] for row in rollouts]
+    with serving(config.verifier.path, wrong, tmp_path / "drafts.jsonl") as url:
+        engine = blocks_of_engine(url, config.verifier.path, prompts, tmp_path / "drafts.jsonl")
+        assert [result["response"] for result in engine] == [row["response_ids"] for row in rollouts]  # slower, and lossless all the same
+        assert same_blocks(engine, blocks_of_closed_loop(config, folder, prompts)) < 0.8
+        monkeypatch.setattr(sys, "argv", ["export", str(checkpoint), "--check", str(folder), "--engine", url])
+        with pytest.raises(SystemExit, match="drafts, and accepted by position"):
+            main()
+
+
+def test_vllm_knows_config_and_names_of_an_mla_draft(tiny_verifier, tmp_path):
+    """What can be shown without serving: on CPUs vLLM repacks `kv_b_proj` before its MLA splits it, and attends one way only."""
+    from vllm.models.kimi_k3.nvidia.dspark_mla import K3DSparkForCausalLM
+    from vllm.transformers_utils.config import get_config
+
+    checkpoint = save_checkpoint(recipe(tmp_path, tiny_verifier("llama"), "mla"))
+    export(checkpoint, tmp_path / "export", "k3_dspark", torch.float32)
+    config = get_config(str(tmp_path / "export"), trust_remote_code=False)
+    assert type(config).__name__ == "K3DSparkConfig" and config.target_layer_ids == [0, 1, 2] and config.mask_token_id == MASK
+    attention = ("fused_qkv_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    layer = [f"self_attn.{name}" for name in attention] + [
+        "mlp.gate_up_proj",
+        "mlp.down_proj",
+        "input_layernorm",
+        "post_attention_layernorm",
+    ]
+    expected = {f"model.layers.{number}.{name}.weight" for number in range(2) for name in layer}
+    expected |= {f"model.{name}.weight" for name in ("context_proj", "context_norm", "final_norm")}
+    expected |= {f"model.markov_head.{name}.weight" for name in ("markov_w1", "markov_w2")}
+    mapped = K3DSparkForCausalLM.hf_to_vllm_mapper.apply_list(list(load_file(tmp_path / "export" / "model.safetensors")))
+    assert set(mapped) == expected  # the embedding is the verifier's; the confidence head is for adaptive verification
