@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Verifier(Section):
@@ -70,10 +70,11 @@ class Extract(Section):
     """One extractor: the engine that runs the verifier and publishes its states."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # where trainers reach it
     threads: Positive = 1
     max_model_len: Positive = 8193  # a sample of `data.length` tokens and the one token that engines insist on generating
     batch_size: Positive = 32  # rows decoded together
+    kv_bytes: Bytes = 4 << 30  # of their KV cache (the transformers engine): fewer rows where each may be long
     batch_tokens: Positive = 2048  # prefilled together
     drain_s: Annotated[float, Field(ge=0)] = 30.0
     # Of the vllm engine only.
@@ -82,6 +83,13 @@ class Extract(Section):
     writers: Positive = 1  # threads of each rank that put states
     flags: dict[str, bool | int | float | str | dict | list] = {}  # of `vllm serve`, e.g. {enforce-eager: true, load-format: auto}
     environment: dict[str, str] = {}  # of the engine's processes
+
+    @field_validator("host")
+    @classmethod
+    def _one_address(cls, host):
+        if host in ("", "0.0.0.0", "::"):
+            raise ValueError("trainers cannot be sent to every address: name the one of this machine that they reach")
+        return host
 
 
 class Mooncake(Section):
@@ -270,7 +278,8 @@ class Evaluate(Section):
 
     sets: tuple[str, ...] = ()  # files of prompts or rollouts, or public sets by name (`train.sets`)
     limit: Positive | None = None  # conversations of each set
-    readings: tuple[Literal["closed_loop", "simulation"], ...] = ("closed_loop", "simulation")  # simulation alone: states from the store
+    # simulation alone: states from the store
+    readings: Annotated[tuple[Literal["closed_loop", "simulation"], ...], Field(min_length=1)] = ("closed_loop", "simulation")
     engine: str | None = None  # URL of a served engine whose counters are read too
     concurrency: Positive = 1  # requests that it has at once
     rule: Literal["greedy", "standard", "greedy_drafts", "block"] = "greedy"  # of acceptance (`train.acceptance`)
@@ -309,7 +318,7 @@ class Rounds(Section):
 
 class Config(Section):
     run_dir: Path
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     verifier: Verifier
     data: Data
     rollout: Rollout = Rollout()
@@ -345,7 +354,7 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         tree = yaml.load(Path(path).read_text(), Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a recipe is a mapping of sections, got {type(tree).__name__}")
@@ -378,7 +387,13 @@ def _fail(prog: str, error: Exception) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats: `2e-4` is a number, as everybody expects."""
+    """YAML 1.2 floats: `2e-4` is a number, as everybody expects; and a key that is there twice is a mistake."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        if twice := [key.value for key, _ in node.value if keys.count(key.value) > 1]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789."))
@@ -393,7 +408,10 @@ def _apply(tree: dict, override: str) -> None:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise ConfigError(f"override {override!r}: {parent} is not a section")
-    tree[leaf] = yaml.load(text, Loader=_Loader)
+    try:
+        tree[leaf] = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: {text} is not YAML ({' '.join(str(error).split())})") from None
 
 
 def _explain(item: dict) -> str:
@@ -405,7 +423,7 @@ def _explain(item: dict) -> str:
     if item["type"] == "missing":
         return f"{key} is missing"
     message = item["msg"].removeprefix("Value error, ")
-    if not key or isinstance(item["input"], dict):  # of a whole section: the message names the keys
+    if not key or (item["type"] == "value_error" and isinstance(item["input"], dict)):  # of a whole section: the message names the keys
         return message
     return f"{key} = {item['input']!r}: {message[0].lower()}{message[1:]}"
 

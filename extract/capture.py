@@ -9,10 +9,7 @@ cache too: a training run with `store.keep` then needs no extractor, and still p
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import sys
-import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
@@ -21,9 +18,11 @@ from datasets import Dataset, load_from_disk
 
 from configs.schema import Config, config_argument, parse
 from extract.captured import RECORD, Captured
+from extract.command import Progress, shard
 from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
 from store.contract import ContractMismatch, require_same
+from store.files import write
 from store.objects import StoreError
 from store.verifier import VerifierError
 
@@ -56,7 +55,7 @@ def _capture(source: StateSource, dataset: Dataset, rows: range, at_once: int) -
         return len(token_ids), _take(source, token_ids)
 
     waiting, pending = iter(rows), set[Future]()
-    progress = Progress(len(rows), source.buffer(1).nbytes)
+    progress = Captures(len(rows), source.buffer(1).nbytes)
     with ThreadPoolExecutor(at_once, "capture") as askers:
         while True:
             pending |= {askers.submit(take, row) for row in islice(waiting, 2 * at_once - len(pending))}
@@ -96,20 +95,14 @@ def _record(config: Config, source: StateSource, dataset: Dataset, file: Path) -
             known += len(response)
         if known >= GREEDY:
             break
-    partial = file.with_name(f".{file.name}.{os.uname().nodename}.{os.getpid()}")
-    partial.write_text(Captured(contract=source.contract, examples=examples).model_dump_json(indent=2))
-    partial.replace(file)
+    write(file, Captured(contract=source.contract, examples=examples).model_dump_json(indent=2))
 
 
-class Progress:
-    """One line on a terminal, a line now and then in a log."""
-
+class Captures(Progress):
     def __init__(self, rows: int, token_bytes: int):
+        super().__init__()
         self.rows, self.token_bytes = rows, token_bytes
         self.made = self.there = self.dropped = self.tokens = 0
-        self.started = time.monotonic()
-        self.every, self.end = (0.2, "\r") if sys.stderr.isatty() else (10.0, "\n")
-        self.next = self.started + self.every
 
     def add(self, tokens: int, outcome: bool | None) -> None:
         """A row of so many tokens: made (True), not to be made (False), or there already (None)."""
@@ -117,36 +110,25 @@ class Progress:
         self.there += outcome is None
         self.dropped += outcome is False
         self.tokens += tokens if outcome else 0
-        now = time.monotonic()
-        if now < self.next:
-            return
-        self.next = now + self.every
-        done, seconds = self.made + self.dropped, now - self.started
-        left = (self.rows - done - self.there) * seconds / max(done, 1)
-        line = f"{done + self.there:,} of {self.rows:,} rows, {self._amount(seconds)}, {left:,.0f} s left"
-        print(f"{line:<79}", end=self.end, file=sys.stderr, flush=True)
+        if self.due():
+            done = self.made + self.dropped
+            left = (self.rows - done - self.there) * self.seconds() / max(done, 1)
+            self.say(f"{done + self.there:,} of {self.rows:,} rows, {self._amount()}, {left:,.0f} s left", self.end)
 
     def summary(self, drops) -> str:
         counts = {"were there": self.there, **{f"dropped: {cause}": count for cause, count in drops.items()}}
         others = "".join(f", {count:,} {what}" for what, count in counts.items() if count)
-        return f"{self.made:,} rows captured{others}; {self._amount(time.monotonic() - self.started)}"
+        return f"{self.made:,} rows captured{others}; {self._amount()}"
 
-    def _amount(self, seconds: float) -> str:
-        return f"{self.tokens * self.token_bytes / 1e9:.3f} GB, {self.tokens:,} tokens, {self.tokens / max(seconds, 1e-9):,.0f} tok/s"
-
-
-def _shard(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match or not (shard := tuple(map(int, match.groups())))[0] < shard[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected i/n with i from 0 to n-1, e.g. 0/4")
-    return shard
+    def _amount(self) -> str:
+        return f"{self.tokens * self.token_bytes / 1e9:.3f} GB, {self.tokens:,} tokens, {self.tokens / self.seconds():,.0f} tok/s"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="extract.capture", description=__doc__.splitlines()[0])
     config_argument(parser)
     parser.add_argument("--data", type=Path, metavar="DIR", help="data set of extract.prepare_data (default: data.path)")
-    parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="i/n", help="only every n-th row, from row i on")
+    parser.add_argument("--shard", type=shard, default=(0, 1), metavar="i/n", help="only every n-th row, from row i on")
     args, config = parse(parser, argv)
     try:
         print(capture(config, args.data or config.data.path, *args.shard))

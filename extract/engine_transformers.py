@@ -76,7 +76,11 @@ class TransformersEngine:
         self._prompts: deque[Ask] = deque()
         self._rows: list[Row] = []
         self._stopped = False
-        self._slots = self.verifier.slots(self.settings.batch_size, self.settings.max_model_len)
+        row_bytes = self.verifier.token_bytes() * self.settings.max_model_len
+        rows = max(1, min(self.settings.batch_size, self.settings.kv_bytes // row_bytes))
+        if rows < self.settings.batch_size:
+            log.info("%d rows are decoded together: a row of extract.max_model_len takes %d MB of extract.kv_bytes", rows, row_bytes >> 20)
+        self._slots = self.verifier.slots(rows, self.settings.max_model_len)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -113,7 +117,7 @@ class TransformersEngine:
         if batch := self._take(self._samples, self.settings.batch_size):
             with _answering(batch):
                 self._make(batch)
-        if batch := self._take(self._prompts, self.settings.batch_size - len(self._rows)):
+        if batch := self._take(self._prompts, len(self._slots.lengths) - len(self._rows)):
             with _answering(batch):
                 self._admit(batch)
         if self._rows:

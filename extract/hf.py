@@ -77,6 +77,12 @@ class HFVerifier:
         """An empty KV cache for `rows` sequences of up to `max_len` tokens each."""
         return Slots(self.config, rows, max_len, self.device)
 
+    def token_bytes(self) -> int:
+        """What one token takes in `slots`, seen by a try: architectures differ."""
+        slots = self.slots(1, 1)
+        self.step(torch.zeros(1, 1, dtype=torch.int64), slots, torch.tensor([0]), logits=False)
+        return sum(tensor.nbytes for tensor in slots._tensors())
+
     @torch.no_grad()
     def step(
         self, tokens: Tensor, slots: Slots, rows: Tensor, keep_states: bool = False, logits: bool = True

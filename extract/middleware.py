@@ -76,8 +76,8 @@ class Gate:
         check_prompt(ask.prompt, ask.max_tokens, self.max_model_len, self.vocab_size)
         if ask.sample in self.waiting:
             raise ExtractionError("bad_request", f"{ask.sample} is being made already: each attempt has a name of its own")
-        if ask.top_k and current_platform.is_cpu():  # beside speculative decoding it reads memory that nobody wrote
-            raise ExtractionError("bad_request", "top_k: vLLM 0.32 on a CPU would end over it, use top_p")
+        if ask.temperature and current_platform.is_cpu():  # its kernel for speculative decoding leaves temperatures unwritten
+            raise ExtractionError("bad_request", "temperature: vLLM 0.32 on a CPU does not sample beside state extraction, it must be 0")
         if ask.sample:
             return body, ask.sample, ask.sample
         ticket = uuid.uuid4().hex

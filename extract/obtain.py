@@ -41,7 +41,7 @@ class StateSource:
 
     def __init__(self, config: Config, pool: Pool, rank: int = 0, world: int = 1, keep: bool = False):
         self.pool, self.rank, self.settings = pool, rank, config.pool
-        self.width = text_config(config.verifier.path)["hidden_size"]
+        self.room, self.width = config.store.bytes, text_config(config.verifier.path)["hidden_size"]
         self.store = open_store(config.store)
         self.cache = DurableCache(config.store.cache_path, config.store.cache_bytes) if keep else None
         self.gate = ByteGate(config.store.bytes // world)
@@ -75,6 +75,8 @@ class StateSource:
 
     def make(self, token_ids: list[int], out: Tensor) -> None:
         """As `obtain`, whatever the cache holds. Raises the last attempt's ExtractionError or StoreError where it is the sample's."""
+        if self.contract.codec == "raw" and out.nbytes > self.room:
+            raise NoStates(f"a sample of {len(token_ids)} tokens takes {out.nbytes} bytes, store.bytes is {self.room}")
 
         def ask(name: str) -> tuple[list[int], Tensor]:
             self.pool.make(name, token_ids)

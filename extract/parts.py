@@ -28,6 +28,7 @@ from extract.conversations import Dropped, Rollout, read_row
 from extract.render import RenderError, load_tokenizer, prompt_ids, stop_ids
 from extract.rows import Chunk, DataError, Source, chunks
 from extract.supervise import Rendered, Supervisor
+from store.files import appearing
 from store.verifier import text_config
 
 BATCH = 64  # rows encoded together
@@ -146,10 +147,8 @@ class Maker:
             for column, field in zip(columns, SCHEMA)
         ]
         table = pa.table(arrays, schema=schema)
-        partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
+        with appearing(path) as partial, pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
             stream.write(table)
-        os.replace(partial, path)
         return table.num_rows
 
 

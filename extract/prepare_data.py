@@ -10,18 +10,18 @@ prompts lie in DIR/validation and as rollouts in DIR/held_out.jsonl. A run that 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
-import re
 import shutil
 import sys
-import time
 from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
 
 from configs.schema import Config, config_argument, parse
+from extract.command import Progress, shard
 from extract.conversations import Dropped
 from extract.merge import VALIDATION, merge
 from extract.parts import Maker, make_parts
@@ -29,6 +29,7 @@ from extract.render import RenderError, template_hash, tokenizer_hash
 from extract.report import show, write_report
 from extract.rows import DataError, Source, chunks
 from store.contract import ContractMismatch, DataContract, require_same
+from store.files import write
 from store.verifier import VerifierError
 
 CONTRACT = "data_contract.json"
@@ -57,19 +58,24 @@ def prepare(config: Config, sources: list[Source], output: Path, shard: tuple[in
     if not _begin(output, contract, record, overwrite):
         return "complete already; --overwrite makes it again"
     work = output / WORK
-    progress = Progress(sources)
+    progress = Rows(sources)
     parts = make_parts(config, maker, sources, work, shard, progress)
     if shard[1] > 1:
         return f"shard {shard[0]}/{shard[1]} is done; run without --shard when all are"
-    result = work / "result"
-    shutil.rmtree(result, ignore_errors=True)  # of a run that was killed here
-    result.mkdir()
-    progress.say(f"putting {len(parts):,} parts together")
-    summary = merge(parts, sources, config, maker.vocab_size, result)
-    line = write_report(summary, config.data, result)
-    _publish(result, output, contract, record)
-    if not len(summary.tokens):
-        raise DataError(f"no row was kept: {line}; see {output / 'drops.jsonl'}")
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{output} is being put together by another process") from None
+        result = work / "result"
+        shutil.rmtree(result, ignore_errors=True)  # of a run that was killed here
+        result.mkdir()
+        progress.say(f"putting {len(parts):,} parts together")
+        summary = merge(parts, sources, config, maker.vocab_size, result)
+        line = write_report(summary, config.data, result)
+        _publish(result, output, contract, record)
+    if not summary.training:
+        raise DataError(f"no row was kept for training: {line}; see {output / 'drops.jsonl'}")
     return line
 
 
@@ -80,8 +86,7 @@ def _begin(output: Path, contract: DataContract, record: dict, overwrite: bool) 
         raise DataError(f"{output} holds files that this tool did not write: {', '.join(found[:3])}")
     for file in ours:
         try:
-            there = DataContract.model_validate_json(file.read_text())
-            require_same(contract, there, f"{output} was made otherwise (--overwrite makes it again)")
+            require_same(contract, DataContract.read(file), f"{output} was made otherwise (--overwrite makes it again)")
         except ContractMismatch:
             if not overwrite:
                 raise
@@ -91,7 +96,7 @@ def _begin(output: Path, contract: DataContract, record: dict, overwrite: bool) 
             raise DataError(f"{output} was made of other data (--overwrite makes it again)")
         return False
     (output / WORK).mkdir(parents=True, exist_ok=True)
-    _write(output / WORK / CONTRACT, contract.model_dump_json(indent=2))
+    write(output / WORK / CONTRACT, contract.model_dump_json(indent=2))
     return True
 
 
@@ -104,41 +109,27 @@ def _publish(result: Path, output: Path, contract: DataContract, record: dict) -
             (output / VALIDATION).rmdir()
     files = sorted((path for path in result.rglob("*") if path.is_file()), key=lambda path: (path.name == "state.json", path))
     names = [str(path.relative_to(result)) for path in files]
-    _write(output / RECORD, json.dumps(record | {"files": [*names, RECORD, CONTRACT]}, indent=2))
+    write(output / RECORD, json.dumps(record | {"files": [*names, RECORD, CONTRACT]}, indent=2))
     for path, name in zip(files, names, strict=True):
         (output / name).parent.mkdir(exist_ok=True)
         os.replace(path, output / name)
     if (output / "state.json").exists():
-        _write(output / CONTRACT, contract.model_dump_json(indent=2))
+        write(output / CONTRACT, contract.model_dump_json(indent=2))
         shutil.rmtree(output / WORK)
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    partial.write_text(text)
-    os.replace(partial, path)
-
-
-class Progress:
-    """One line on a terminal, a line now and then in a log: rows, rate, and the time left where the sizes of the data are known."""
-
+class Rows(Progress):
     def __init__(self, sources: list[Source]):
+        super().__init__()
         sizes = [source.nbytes for source in sources if not source.path.endswith((".parquet", ".gz", ".zst"))]
-        self.total = sum(sizes) if len(sizes) == len(sources) and None not in sizes else None
-        self.rows, self.bytes, self.started = 0, 0, time.monotonic()
-        self.every, self.end = (0.2, "\r") if sys.stderr.isatty() else (10.0, "\n")
-        self.next = self.started + self.every
+        self.total = sum(sizes) if len(sizes) == len(sources) and None not in sizes else None  # known where nothing is compressed
+        self.rows = self.bytes = 0
 
     def __call__(self, rows: int, nbytes: int) -> None:
-        self.rows, self.bytes, now = self.rows + rows, self.bytes + nbytes, time.monotonic()
-        if now < self.next:
-            return
-        self.next, seconds = now + self.every, now - self.started
-        left = f", {self.bytes / self.total:.0%}, {seconds * (self.total / self.bytes - 1):,.0f} s left" if self.total else ""
-        self.say(f"{self.rows:,} rows, {self.rows / seconds:,.0f} a second{left}", self.end)
-
-    def say(self, text: str, end: str = "\n") -> None:
-        print(f"{text:<79}", end=end, file=sys.stderr, flush=True)
+        self.rows, self.bytes = self.rows + rows, self.bytes + nbytes
+        if self.due():
+            left = f", {self.bytes / self.total:.0%}, {self.seconds() * (self.total / self.bytes - 1):,.0f} s left" if self.total else ""
+            self.say(f"{self.rows:,} rows, {self.rows / self.seconds():,.0f} a second{left}", self.end)
 
 
 def print_rows(config: Config, sources: list[Source], number: int) -> None:
@@ -161,9 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     config_argument(parser)
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE[@WEIGHT]", help="conversations or rollouts")
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: data.path of CONFIG")
-    parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="i/n", help="make this part of the parts only, i from 0")
+    parser.add_argument("--shard", type=shard, default=(0, 1), metavar="i/n", help="make this part of the parts only, i from 0")
     parser.add_argument("--overwrite", action="store_true", help="remove what this tool wrote to DIR before")
-    parser.add_argument("--show", type=int, metavar="N", help="print N rows, supervised tokens in colour, and write nothing")
+    parser.add_argument("--show", type=_count, metavar="N", help="print N rows, supervised tokens in colour, and write nothing")
     args, config = parse(parser, argv)
     output = args.output or config.data.path
     try:
@@ -172,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
             print_rows(config, sources, args.show)
         else:
             print(f"{output}: {prepare(config, sources, output, args.shard, args.overwrite)}")
-    except (DataError, ContractMismatch, RenderError, VerifierError) as error:
+    except (ContractMismatch, DataError, OSError, RenderError, VerifierError) as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -181,11 +172,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _shard(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match or int(match[1]) >= int(match[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not i/n with i from 0 to n-1, e.g. 0/4")
-    return int(match[1]), int(match[2])
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows from 1")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from configs.schema import Positive
 from extract.pool import ExtractionError
+from store.files import write
 
 STATUS = {"bad_request": 400, "too_long": 400, "unknown_tokens": 400, "non_finite": 422, "draining": 503, "no_room": 507}  # else 500
 
@@ -73,8 +74,6 @@ def registration(run_dir: Path) -> Path:
 
 
 def register(path: Path, url: str) -> None:
-    """Tell the run where this extractor answers. A reader sees the whole file or none."""
+    """Tell the run where this extractor answers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-    partial.replace(path)
+    write(path, json.dumps({"url": url, "pid": os.getpid()}))

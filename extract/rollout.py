@@ -11,6 +11,7 @@ earlier one's, the answer's own ids, and the template's text between. An interru
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import queue
 import sys
@@ -19,18 +20,20 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import Config, config_argument, parse
-from extract.obtain import StateSource
-from extract.pool import HOPELESS, ExtractionError, Pool
+from extract.command import Progress
+from extract.obtain import OF_THE_SAMPLE, StateSource
+from extract.pool import ExtractionError, Pool
 from extract.render import RenderError, assistant_message, between_ids, load_tokenizer, prompt_ids, template_hash, tokenizer_hash
+from store.files import write
+from store.objects import StoreError
 from store.verifier import VerifierError
 
-OF_THE_PROMPT = HOPELESS | {"non_finite"}  # causes that cost a prompt and not the run
 SAMPLING = {"temperature", "top_p", "top_k"}  # keys of `rollout` that go with each request, beside a seed
-SHOW_S = (0.5, 10.0)  # between two progress lines: on a terminal, in a log
 
 
 class RolloutError(Exception):
@@ -85,9 +88,15 @@ class Rollouts:
     def __init__(self, path: Path, settings: dict):
         self.path, self.settings_path = path, path.with_name(path.name + ".settings.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._agree(settings)
-        self.done = self._read()
-        self._file = path.open("ab")
+        with ExitStack() as stack:
+            self._file = stack.enter_context(path.open("ab"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RolloutError(f"{path}: is being written by another process; give another --output") from None
+            self._agree(settings)
+            self.done = self._read()
+            self.close = stack.pop_all().close
 
     def append(self, row: dict) -> None:
         self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
@@ -95,10 +104,8 @@ class Rollouts:
         self.done[row["id"]] = row
 
     def _agree(self, settings: dict) -> None:
-        if not self.path.exists() or not self.path.stat().st_size:
-            partial = self.settings_path.with_suffix(".partial")
-            partial.write_text(json.dumps(settings, indent=2) + "\n")
-            partial.replace(self.settings_path)
+        if not self.path.stat().st_size:
+            write(self.settings_path, json.dumps(settings, indent=2) + "\n")
             return
         if not self.settings_path.exists():
             raise RolloutError(f"{self.path}: not a file of this command ({self.settings_path.name} is missing)")
@@ -108,7 +115,7 @@ class Rollouts:
 
     def _read(self) -> dict[str, dict]:
         """Rows by id; a last line that was not finished is cut off."""
-        data = self.path.read_bytes() if self.path.exists() else b""
+        data = self.path.read_bytes()
         whole = data.rfind(b"\n") + 1
         if whole < len(data):
             with self.path.open("r+b") as file:
@@ -188,7 +195,7 @@ class Answerer:
                 response, reason = self.pool.complete(ids, settings.max_tokens, **settings.model_dump(include=SAMPLING), seed=seed)
                 break
             except ExtractionError as error:
-                if error.cause in OF_THE_PROMPT:
+                if error.cause in OF_THE_SAMPLE:
                     raise
                 failure = error
                 time.sleep(min(5.0, 0.2 * 2**attempt))
@@ -198,28 +205,20 @@ class Answerer:
         return dict(id=row_id, prompt_ids=ids, response_ids=response, finish_reason=reason, messages=messages, text=text)
 
 
-class Progress:
-    """One line that is rewritten on a terminal, now and then a line in a log."""
-
+class Answers(Progress):
     def __init__(self, total: int, already: int):
+        super().__init__()
         self.total, self.already = total, already
         self.rows = self.tokens = 0
-        self.begun = time.monotonic()
-        self.terminal = sys.stderr.isatty()
-        self.shown = self.begun
 
     def add(self, row: dict) -> None:
         self.rows, self.tokens = self.rows + 1, self.tokens + len(row["response_ids"])
-        now = time.monotonic()
-        if now - self.shown >= SHOW_S[not self.terminal]:
-            self.shown = now
-            print(self.line(), end="\r" if self.terminal else "\n", file=sys.stderr, flush=True)
+        if self.due():
+            left = (self.total - self.already - self.rows) * self.seconds() / self.rows
+            self.say(f"{self.line()}, {left:,.0f} s left", self.end)
 
     def line(self) -> str:
-        seconds = time.monotonic() - self.begun
-        left = self.total - self.already - self.rows
-        eta = f"{left * seconds / self.rows:.0f} s left" if self.rows else "waiting for the first answer"
-        return f"rollout: {self.already + self.rows} of {self.total} answers, {self.tokens / seconds:.0f} tok/s, {eta}   "
+        return f"rollout: {self.already + self.rows} of {self.total} answers, {self.tokens / self.seconds():.0f} tok/s"
 
 
 def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool: Pool) -> Counter:
@@ -238,18 +237,19 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
     }
     rollouts = Rollouts(output, settings)
     rows = [prompt.row_id(turn) for prompt in prompts for turn in range(len(prompt.turns))]
-    progress = Progress(len(rows), sum(row in rollouts.done for row in rows))
+    progress = Answers(len(rows), sum(row in rollouts.done for row in rows))
     counts: Counter[str] = Counter()
-    for result in Answerer(config, tokenizer, answers, rollouts.done).run(prompts):
-        if isinstance(result, dict):
-            rollouts.append(result)
-            progress.add(result)
-            continue
-        prompt, turn, error = result
-        cause = getattr(error, "cause", "template")
-        counts[cause] += len(prompt.turns) - turn
-        print(f"rollout: {prompt.row_id(turn)}: {cause}: {error}", file=sys.stderr, flush=True)
-    print(progress.line().partition(" tok/s")[0] + " tok/s", file=sys.stderr)
+    with closing(rollouts):
+        for result in Answerer(config, tokenizer, answers, rollouts.done).run(prompts):
+            if isinstance(result, dict):
+                rollouts.append(result)
+                progress.add(result)
+                continue
+            prompt, turn, error = result
+            cause = getattr(error, "cause", "template")
+            counts[cause] += len(prompt.turns) - turn
+            print(f"rollout: {prompt.row_id(turn)}: {cause}: {error}", file=sys.stderr, flush=True)
+    progress.say(progress.line())
     counts.update(rollouts.done[row]["finish_reason"] for row in rows if row in rollouts.done)
     return counts
 
@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prompts = read_prompts(args.prompts)
         counts = rollout(config, prompts, args.output, load_tokenizer(config.verifier), Pool(config))
-    except (ExtractionError, OSError, RenderError, RolloutError, VerifierError) as error:
+    except (ExtractionError, OSError, RenderError, RolloutError, StoreError, VerifierError) as error:
         print(f"extract.rollout: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -72,6 +72,7 @@ class Extractor:
     async def _outcome(self, request: Request, ask: Ask) -> Completion:
         """Wait for the engine. An asker that goes away meanwhile gets nothing, and nothing of it stays in the store."""
         answer = asyncio.wrap_future(ask.answer)
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # known, whether or not somebody still waits
         gone = asyncio.ensure_future(request.receive())  # the body has been read: what comes next is the end
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.sleep(0)  # both may have come at once

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 
 class ContractMismatch(Exception):
@@ -14,6 +15,14 @@ class ContractMismatch(Exception):
 
 class Contract(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def read(cls, file: Path):
+        """Raises ContractMismatch where the file holds none, OSError."""
+        try:
+            return cls.model_validate_json(file.read_bytes())
+        except ValidationError:
+            raise ContractMismatch(f"{file}: not a {cls.__name__}") from None
 
     def digest(self) -> str:
         """32 hex digits that are equal exactly where the contracts are."""

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.schema import Config, Mooncake, config_argument, parse
+from store.files import write
 from store.master_http import REGISTRATION, ask, metrics, silence
 from store.mooncake import connect
 from store.objects import Gone
@@ -72,9 +73,7 @@ def run(config: Config) -> None:
         where = {"rpc": f"{settings.host}:{rpc}", "http": f"http://{settings.host}:{http}", "pid": master.pid}
         _wait_ready(master, where["http"])
         client = connect(settings, where["rpc"], 0)
-        partial_file = file.with_suffix(".partial")
-        partial_file.write_text(json.dumps(where))
-        partial_file.replace(file)
+        write(file, json.dumps(where))
         log.info("at %s, metrics at %s", where["rpc"], where["http"])
         watch(master, client, where["http"], settings)
         file.unlink(missing_ok=True)

@@ -45,7 +45,11 @@ def find_file(path: str | Path, name: str) -> Path | None:
 
 def text_config(path: str | Path) -> dict:
     """config.json, or the language model's part of it (`text_config`) where there are several."""
-    config = json.loads(_need(path, "config.json").read_text())
+    file = _need(path, "config.json")
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise VerifierError(f"{file}: not JSON ({error})") from None
     return config.get("text_config", config)
 
 

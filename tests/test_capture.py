@@ -129,4 +129,4 @@ def test_a_cache_that_is_too_small_is_refused_before_anything_is_made(config, po
 def test_a_shard_that_is_none_is_refused(config, text, capsys):
     with pytest.raises(SystemExit):
         capture.main([str(config.run_dir.parent / "recipe.yaml"), f"--shard={text}"])
-    assert "expected i/n" in capsys.readouterr().err
+    assert "is not i/n" in capsys.readouterr().err

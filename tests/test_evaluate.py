@@ -149,6 +149,8 @@ def test_sets_by_name_and_bad_ones(monkeypatch, tmp_path):
         bad.write_text(line)
         with pytest.raises(ValueError, match=message):
             read_sets((str(bad),), None, 8)
+    with pytest.raises(ValueError, match="is empty: name files"):
+        read_sets((), None, 8)
     with pytest.raises(ValueError, match="no such file, and no public set"):
         read_sets(("gsm9k",), None, 8)
 

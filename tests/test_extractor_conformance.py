@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import json
 import signal
 import socket
@@ -16,10 +19,13 @@ import torch
 from tiny import POISON, VOCAB, python_environment, start_extractor, write_recipe
 
 from configs.schema import load
+from extract.engine_transformers import Ask, TransformersEngine
 from extract.hf import HFVerifier
+from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
 from extract.protocol import register
 from extract.serve import main as serve
+from extract.server import Extractor
 from store.objects import open_store
 from store.sample import discard, fetch
 
@@ -131,20 +137,21 @@ def test_64_completions_at_once_are_greedy_and_publish_nothing(pool, verifier):
 
 
 def test_sampling_is_repeatable_whoever_else_runs(running, pool):
+    if running.config.extract.engine == "vllm":
+        pytest.skip("vLLM 0.32 on a CPU does not sample beside state extraction")
     prompt = tokens(9)
     with ThreadPoolExecutor(12) as askers:
         crowded = list(askers.map(lambda seed: pool.complete(prompt, 20, temperature=0.5, seed=seed), range(12)))
-    if running.config.extract.engine == "transformers":  # vLLM does not promise it
-        assert crowded[3] == pool.complete(prompt, 20, temperature=0.5, seed=3)
+    assert crowded[3] == pool.complete(prompt, 20, temperature=0.5, seed=3)
     assert len({tuple(ids) for ids, _ in crowded}) > 6
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}])
 def test_sampling_from_the_likeliest_alone_is_greedy(running, pool, sampling):
-    prompt = tokens(9)
-    if "top_k" in sampling and running.config.extract.engine == "vllm":  # on a CPU
-        assert refusal(running, 400, prompt=prompt, **sampling)["type"] == "bad_request"
+    if running.config.extract.engine == "vllm":  # on a CPU
+        assert refusal(running, 400, prompt=[5], temperature=0.5, **sampling)["type"] == "bad_request"
         return
+    prompt = tokens(9)
     assert pool.complete(prompt, 20, temperature=2.0, seed=3, **sampling) == pool.complete(prompt, 20)
 
 
@@ -271,6 +278,7 @@ def test_an_asker_that_goes_away_frees_its_slot(running, pool):
     started = time.monotonic()
     pool.complete(tokens(3), 2)
     assert time.monotonic() - started < 10
+    assert "never retrieved" not in running.log.read_text()
 
 
 def test_drain_finishes_what_was_taken_and_refuses_the_rest(tiny_verifier, tmp_path):
@@ -320,6 +328,61 @@ def test_a_drain_that_takes_too_long_refuses_the_rest_and_fails(tiny_verifier, t
         assert "were not finished within extract.drain_s" in running.log.read_text()
     finally:
         running.process.kill()
+
+
+def test_what_nobody_waits_for_any_more_is_no_noise(caplog):
+    """An asker that was cancelled while its answer was on the way, as happens when the server is told to end at once."""
+
+    class Engine:
+        def submit(self, ask):
+            self.ask = ask
+
+    class Asked:
+        async def body(self):
+            return b'{"prompt": [5]}'
+
+        async def receive(self):
+            await asyncio.sleep(60)
+
+    async def cancelled() -> None:
+        engine = Engine()
+        asker = asyncio.ensure_future(Extractor(engine, None).completions(Asked()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        asker.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asker
+        del asker
+        engine.ask.fail("draining", "too late")
+        await asyncio.sleep(0.01)
+        del engine
+        gc.collect()
+
+    asyncio.run(cancelled())
+    assert "never retrieved" not in caplog.text
+
+
+@pytest.mark.parametrize(("kv_bytes", "rows"), [(2 << 20, 2), (1, 1), (1 << 30, 8)])
+def test_the_cache_of_rows_has_a_bound(tiny_verifier, tmp_path, kv_bytes, rows):
+    config = load(write_recipe(tmp_path, tiny_verifier("llama")), [f"extract.kv_bytes={kv_bytes}"])
+    engine = TransformersEngine(config, open_store(config.store))
+    asks = [Ask(tokens(5, seed), 4) for seed in range(5)]
+    for ask in asks:
+        engine.submit(ask)
+    answers = [ask.answer.result(60).token_ids for ask in asks]
+    cached = [tensor for tensor in engine._slots._tensors()]
+    assert {len(tensor) for tensor in cached} == {rows} and len(set(map(tuple, answers))) > 1
+    assert sum(tensor.nbytes for tensor in cached) <= max(kv_bytes, 401 * engine.verifier.token_bytes())
+    engine.stop()
+    engine.join()
+
+
+def test_a_sample_that_no_store_so_small_can_hold_is_not_waited_for(tiny_verifier, tmp_path):
+    config = load(write_recipe(tmp_path, tiny_verifier("llama")), ["store.bytes=10000"])
+    source = StateSource(config, None)
+    source.contract = HFVerifier(config.verifier.path, "float32", config.draft.taps).contract
+    with pytest.raises(NoStates, match=r"a sample of 50 tokens takes 51200 bytes, store\.bytes is 10000"):
+        source.make(tokens(50), source.buffer(50))
 
 
 @pytest.fixture

@@ -121,6 +121,11 @@ def test_a_full_slot_is_refused(pair):
         verifier.step(torch.tensor([[4] * 3]), slots, torch.tensor([1]))
 
 
+def test_a_token_takes_what_the_slots_grow_by(pair):
+    verifier, _ = pair
+    assert verifier.token_bytes() == 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, their size, bytes
+
+
 def test_float64_is_closer_to_itself_than_float32_could_be(tiny_verifier):
     verifier = HFVerifier(str(tiny_verifier("llama")), "float64", TAPS)
     row = rows()[4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -158,6 +159,30 @@ def test_another_contract_is_refused(tmp_path, recipe, capsys):
     assert json.loads((out / "data_contract.json").read_text())["filters"]["turns"] == "last"
 
 
+def test_a_broken_contract_is_another_one(tmp_path, recipe, capsys):
+    data = write(tmp_path / "a.jsonl", [conversation(n) for n in range(9)])
+    assert main([recipe, "--data", str(data)]) == 0
+    (tmp_path / "data" / "data_contract.json").write_text("{")
+    assert main([recipe, "--data", str(data)]) == 1 and "data_contract.json: not a DataContract" in capsys.readouterr().err
+    assert main([recipe, "--data", str(data), "--overwrite"]) == 0 and len(load_from_disk(tmp_path / "data")) == 9
+
+
+def test_two_at_once_do_not_mix(tmp_path, recipe, capsys):
+    data = write(tmp_path / "a.jsonl", [conversation(0)])
+    assert main([recipe, "--data", str(data), "--shard", "0/1"]) == 0
+    lock = tmp_path / "data" / ".parts" / "lock"
+    lock.parent.mkdir(exist_ok=True, parents=True)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert main([recipe, "--data", str(data), "--overwrite"]) == 1
+    assert "is being put together by another process" in capsys.readouterr().err
+
+
+def test_all_rows_held_out_is_a_failure(tmp_path, recipe, capsys):
+    assert main([recipe, "data.validation=1", "--data", str(write(tmp_path / "a.jsonl", [conversation(0)]))]) == 1
+    assert "no row was kept for training" in capsys.readouterr().err
+
+
 def test_overwrite_removes_only_its_own_files(tmp_path, recipe, capsys):
     data = write(tmp_path / "a.jsonl", [conversation(n) for n in range(40)])
     out = tmp_path / "data"
@@ -256,7 +281,13 @@ def test_show(tmp_path, recipe, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--data", "nowhere.jsonl"], ["--data", "./no/where"], ["--data", "a@b"], ["verifier.path=no/such/folder", "--data", "a.jsonl"]],
+    [
+        ["--data", "nowhere.jsonl"],
+        ["--data", "./no/where"],
+        ["--data", "a@b"],
+        ["verifier.path=no/such/folder", "--data", "a.jsonl"],
+        ["--data", "a.jsonl", "--output", "a.jsonl/data"],
+    ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path, recipe, capsys, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)

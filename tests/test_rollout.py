@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections import Counter
 
@@ -134,6 +135,10 @@ def test_other_settings_are_refused_by_name(tmp_path, config, tokenizer):
     with pytest.raises(RolloutError, match="'a' is not the one that was answered"):
         changed = read_prompts([prompts_file(tmp_path, {"id": "a", "turns": ["Ho"]})])
         rollout(config, changed, output, tokenizer, FakePool(tokenizer))
+    with output.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody has kept it
+        with pytest.raises(RolloutError, match="is being written by another process"):
+            rollout(config, prompts, output, tokenizer, FakePool(tokenizer))
     foreign = tmp_path / "foreign.jsonl"
     foreign.write_text('{"messages": []}\n')
     with pytest.raises(RolloutError, match="not a file of this command"):

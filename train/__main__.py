@@ -15,19 +15,20 @@ def main() -> None:
     parser.add_argument("--from-draft", type=Path, metavar="DIR", help="start a new run from a checkpoint or a published draft")
     parser.add_argument("--describe", action="store_true", help="print the draft's tensors and parameters and stop")
     args, config = parse(parser)
-    if args.describe:
-        from train.contract import DraftContract
-        from train.formats import describe
-
-        print(describe(DraftContract.resolve(config)))
-        return
     from extract.obtain import NoStates
     from store.contract import ContractMismatch
     from store.verifier import VerifierError
     from train.formats import FormatError
-    from train.loop import train
 
     try:
+        if args.describe:
+            from train.contract import DraftContract
+            from train.formats import describe
+
+            print(describe(DraftContract.resolve(config)))
+            return
+        from train.loop import train
+
         train(config, args.from_draft)
     except (ContractMismatch, NoStates, FormatError, VerifierError, FileNotFoundError) as error:
         sys.exit(f"train: {error}")

@@ -22,8 +22,9 @@ from configs.schema import Config, config_argument, parse
 from extract.hf import HFVerifier
 from extract.obtain import NoStates, StateSource
 from extract.pool import Pool
-from extract.render import RenderError, load_tokenizer
+from extract.render import load_tokenizer
 from store.contract import StateContract
+from store.objects import StoreError
 from train.bigram import bigram_accepted, bigram_counts, follower_table
 from train.checkpoint import latest, load_draft, read_record
 from train.confidence import calibration
@@ -217,7 +218,7 @@ def main() -> None:
         sys.exit(f"train.evaluate: {config.run_dir} has no checkpoint yet; name one with --draft")
     try:
         report = evaluate(config, folder, args.reference, args.diagnose)
-    except (ValueError, FileNotFoundError, RenderError, EngineError, NoStates) as error:
+    except (ValueError, FileNotFoundError, EngineError, NoStates, StoreError) as error:
         sys.exit(f"train.evaluate: {error}")
     print(write_report(config.run_dir, report))
     for warning in report["warnings"]:

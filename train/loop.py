@@ -65,7 +65,7 @@ def train(config: Config, from_draft: Path | None = None) -> None:
         feed = Feed(dataset, config, source, ranks.rank, ranks.size)
         try:
             _agree(config, ranks, source, frozen, dataset)
-            data = DataContract.model_validate_json((config.data.path / "data_contract.json").read_text())
+            data = DataContract.read(config.data.path / "data_contract.json")
             contracts = {"draft": spec, "states": source.contract, "data": data}
             if config.rounds is None:  # each round has samples of its own
                 contracts["order"] = Order.of(dataset, config)

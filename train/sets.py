@@ -56,6 +56,8 @@ def read_sets(names: tuple[str, ...], limit: int | None, max_tokens: int) -> lis
     A row is {"id", "turns": [user's texts]}, or a rollout {"id", "prompt_ids", "response_ids", …}. Its set is its "set", else its id
     without the number at the end, else the file's name.
     """
+    if not names:
+        raise ValueError(f"evaluate.sets is empty: name files of prompts or rollouts, or some of {', '.join(PUBLIC)}")
     questions: list[Question] = []
     for name in names:
         rows = _public(name) if name in PUBLIC else _lines(Path(name))
