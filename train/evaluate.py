@@ -222,7 +222,7 @@ def main() -> None:
     reached, bigrams = (
         report["readings"].get(name, {}).get("tokens_per_forward", {}).get("value", 0) for name in (report["main"], "bigrams")
     )
-    if args.require and not reached >= max(args.require, bigrams):
+    if args.require and not (reached or 0) >= max(args.require, bigrams or 0):
         sys.exit(f"train.evaluate: {reached:.3f} tokens per forward; {args.require} and the bigrams' were required")
 
 

@@ -38,15 +38,20 @@ def draw_figures(folder: Path, report: dict) -> list[str]:
     return drawn
 
 
+def _values(entries: list[dict]) -> np.ndarray:
+    return np.array([entry["value"] for entry in entries], float)
+
+
 def _errors(entries: list[dict]) -> np.ndarray:
-    """[2, N] distances of the intervals' ends from the values; none where there is no interval."""
-    ends = [entry["interval"] or [entry["value"]] * 2 for entry in entries]
-    return np.array([[max(0, e["value"] - low), max(0, high - e["value"])] for e, (low, high) in zip(entries, ends)]).T
+    """[2, N] distances of the intervals' ends from the values, NaN where there is no interval."""
+    low, high = np.array([entry["interval"] or (np.nan, np.nan) for entry in entries]).T
+    return np.maximum([_values(entries) - low, high - _values(entries)], 0)
 
 
 def _bars(axes, at, entries: list[dict], width: float, color: str, label: str | None = None) -> None:
-    values = [entry["value"] for entry in entries]
-    axes.bar(at, values, width, color=color, label=label, yerr=_errors(entries), capsize=2, ecolor="0.2", error_kw={"linewidth": 1})
+    axes.bar(
+        at, _values(entries), width, color=color, label=label, yerr=_errors(entries), capsize=2, ecolor="0.2", error_kw={"linewidth": 1}
+    )
 
 
 def _positions(axes, data) -> None:
@@ -55,9 +60,9 @@ def _positions(axes, data) -> None:
     _bars(axes, slots, main["unconditional"], 0.6, OURS, "of all forwards")
     given = main["conditional"]
     style = {"color": "tab:green", "marker": "o", "markersize": 4, "capsize": 2, "linewidth": 1}
-    axes.errorbar(slots, [e["value"] for e in given], _errors(given), **style, label="of those that accepted the one before")
+    axes.errorbar(slots, _values(given), _errors(given), **style, label="of those that accepted the one before")
     if reference:
-        axes.plot(slots, [e["value"] for e in reference], "D", color=OTHER, markersize=5, label="reference, of all forwards")
+        axes.plot(slots, _values(reference), "D", color=OTHER, markersize=5, label="reference, of all forwards")
     axes.set(xlabel="position in the block", ylabel="share accepted", ylim=(0, 1.02), xticks=slots, title="Acceptance by position")
 
 

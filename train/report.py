@@ -55,6 +55,8 @@ def _table(head: list[str], rows: list) -> list[str]:
 
 def _number(entry: dict, digits: int = 3) -> str:
     low_high = entry["interval"]
+    if entry["value"] is None:
+        return "–"
     return f"{entry['value']:.{digits}f}" + (f" [{low_high[0]:.{digits}f}, {low_high[1]:.{digits}f}]" if low_high else "")
 
 
@@ -77,8 +79,9 @@ def _sets(main: dict, pairs: dict | None) -> list[str]:
 
 
 def _pair(name: str, answers, entry: dict) -> tuple:
-    values = (f"{entry[side]['value']:.3f}" for side in ("ours", "reference"))
-    return name, answers, *values, f"{entry['ratio']['value']:.1%}", _number(entry["difference"])
+    values = (_number(entry[side] | {"interval": None}) for side in ("ours", "reference"))
+    share = entry["ratio"]["value"]
+    return name, answers, *values, "–" if share is None else f"{share:.1%}", _number(entry["difference"])
 
 
 def _positions(main: dict) -> list[str]:

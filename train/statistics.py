@@ -62,11 +62,11 @@ def resample(records: list[dict], seed: int = 0) -> tuple[dict[str, Sums], dict[
 
 def measured(samples: np.ndarray, freedom: int) -> dict:
     """A statistic of `resample`'s sums as {"value", "interval"}: percentiles, widened as Student's t is against the normal for small
-    samples; no interval where nothing was left to draw."""
+    samples. None where there is nothing: no forward got so far, no second conversation."""
     drawn = samples[1:][np.isfinite(samples[1:])]
     tail = norm.cdf(t.ppf((1 - LEVEL) / 2, freedom)) if freedom > 0 else None
     interval = np.quantile(drawn, [tail, 1 - tail]).tolist() if tail is not None and len(drawn) else None
-    return {"value": float(samples[0]), "interval": interval}
+    return {"value": float(samples[0]) if np.isfinite(samples[0]) else None, "interval": interval}
 
 
 def ratio(sums: Sums, part: str = "") -> np.ndarray:
@@ -97,7 +97,7 @@ def summarise(records: list[dict], block: int) -> dict:
     answers = Counter(record["set"] for record in records)
     return {
         "tokens_per_forward": measured(ratio(sums), freedom),
-        "mean_over_sets": measured(np.mean([*map(ratio, sets.values())], axis=0), freedom),
+        "mean_over_sets": measured(np.nanmean([*map(ratio, sets.values())], axis=0), freedom),
         "forwards": float(sums["forwards"][0]),
         "accepted_per_forward": float(reached[1:, 0].sum() / reached[0, 0]),
         "sets": {name: measured(ratio(sets[name]), freedoms[name]) | {"answers": answers[name]} for name in sets},
@@ -122,12 +122,12 @@ def compare(ours: list[dict], reference: list[dict]) -> dict:
     drawn, freedoms = resample(pairs)
 
     def against(sums: list[Sums], freedom: int) -> dict:
-        mine, theirs = (np.mean([ratio(part, side) for part in sums], axis=0) for side in ("", "/other"))
+        mine, theirs = (np.nanmean([ratio(part, side) for part in sums], axis=0) for side in ("", "/other"))
         values = {"difference": mine - theirs, "ratio": mine / theirs, "ours": mine, "reference": theirs}
         return {name: measured(samples, freedom) for name, samples in values.items()}
 
     freedom, sets = sum(freedoms.values()), {name: against([drawn[name]], freedoms[name]) for name in drawn}
-    signs = [np.sign(entry["difference"]["value"]) for entry in sets.values()]
+    signs = [np.sign(entry["difference"]["value"] or 0) for entry in sets.values()]
     return {
         "all": against([total(drawn)], freedom),
         "mean_over_sets": against([*drawn.values()], freedom),
