@@ -209,7 +209,7 @@ def test_out_of_time_and_a_lost_node(submit, cluster, finished):
 def test_vllm_and_mooncake_on_three_nodes(submit):
     """The real thing in miniature: vLLM extracts, Mooncake hands over, two trainer nodes of two ranks each."""
     store = {"kind": "mooncake", "mooncake": {"deadline_s": 20}}
-    job = submit("real", train={"max_steps": 8}, launch={"trainers": 2, "ready_s": 900}, extract=VLLM, store=store)
+    job = submit("real", train={"max_steps": 8}, launch={"trainers": 2, "ready_s": 900, "grace_s": 60}, extract=VLLM, store=store)
     job.wait("COMPLETED", 1200)
     assert job.status["state"] == "done" and job.steps() == 8
     assert "10.78.0." in (job.run / "logs" / "master.log").read_text()
