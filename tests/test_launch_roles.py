@@ -60,7 +60,7 @@ def test_killed_role(launch, tree, recipe, victim):
     process = launch()
     wait_for_steps(process, recipe)
     second = tree.python("-m", "slurm.launch", recipe)
-    assert end_of(second)[0] == 2  # the run's folder is in use
+    assert end_of(second, seconds=90)[0] == 2  # the run's folder is in use
     killed = time.monotonic()
     os.kill(tree.pid(f"-m extract.serve {recipe}" if victim == "extractor" else f"-u -m train {recipe}"), signal.SIGKILL)
     status, _, err = end_of(process, seconds=30)
