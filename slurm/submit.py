@@ -74,6 +74,7 @@ def submit_array(config: Config, name: str, work: list[Task], launches: bool = F
         tasks_per_node=1,
         timeout_min=config.launch.minutes,
         slurm_array_parallelism=len(work),
+        slurm_setup=["trap : TERM"],  # the batch shell dies last: Slurm takes its end for the task's
         slurm_use_srun=not (launches and config.launch.trainer_nodes),
         slurm_additional_parameters=options | ({"gpus-per-node": config.launch.gpus} if launches and config.launch.gpus else {}),
     )

@@ -261,7 +261,6 @@ def test_preparation_as_an_array(cluster, tiny_verifier, tmp_path, tree):
     cluster.wait_empty()
 
 
-@pytest.mark.xfail(reason="a cancelled task of submitit is still there when Slurm's epilog looks for what a job has left")
 def test_extractors_of_their_own_come_and_go(cluster, data, tiny_verifier, tmp_path, tree):
     """Two join a run that has none; one is killed and another joins while it trains; they leave when it is over."""
     launch = {"trainer_nodes": 1, "ready_s": START_S, "grace_s": 5, "minutes": 30, "slurm": {"mem": 2000}, "interface": "fab0"}
