@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from configs.schema import Loss
 from train.heads import Heads
-from train.objective import Slots, slot_terms
+from train.objective import BYTES_PER_LOGIT, Slots, slot_terms
 from train.verifier import FrozenVerifier
 
 TERMS = {"ce": 0.1, "ce_argmax": 0.2, "tv": 0.5, "l1": 0.7}
@@ -52,8 +52,9 @@ def compare(heads, draft, teacher, markov, previous, labels, weights, rows, term
     ours = [tensor.clone().requires_grad_() for tensor in (draft, *markov)]
     exact = [tensor.double().clone().requires_grad_() for tensor in (draft, *markov)]
     expected, values, accepted = oracle(*exact, heads, teacher, previous, labels, weights, rows, terms)
-    loss = Loss(terms=terms, chunk_bytes=5 * 4 * 7 * len(heads.verifier))
-    result = slot_terms(Slots(ours[0], previous, labels, weights, teacher, rows), ours[1], ours[2], heads, loss)
+    loss = Loss(terms=terms, chunk_bytes=BYTES_PER_LOGIT * 7 * len(heads.verifier))
+    slots = Slots(ours[0], ours[1][previous], labels, weights, teacher, rows)
+    result = slot_terms(slots, ours[2], heads, loss)
     expected.backward()
     result.weighted_sum.backward()
     torch.testing.assert_close(result.weighted_sum.double(), expected, rtol=rtol, atol=atol)
@@ -82,8 +83,8 @@ def test_the_teachers_mass_outside_counts_as_distance():
     kept = torch.tensor([0, 2])
     hidden = teacher.clone().requires_grad_()
     zero = torch.zeros(4, 1).double()
-    slots = Slots(hidden, torch.tensor([0]), torch.tensor([1]), torch.ones(1).double(), teacher, torch.tensor([0]))
-    result = slot_terms(slots, zero, zero[kept], Heads(torch.eye(4).double(), kept=kept), Loss(terms={"l1": 1.0}))
+    slots = Slots(hidden, zero[:1], torch.tensor([1]), torch.ones(1).double(), teacher, torch.tensor([0]))
+    result = slot_terms(slots, zero[kept], Heads(torch.eye(4).double(), kept=kept), Loss(terms={"l1": 1.0}))
     assert float(result.tv) == pytest.approx(float(1 - teacher.softmax(-1)[0, kept].sum()), abs=1e-12)
     result.weighted_sum.backward()
     assert hidden.grad.abs().max() < 1e-12
@@ -107,8 +108,8 @@ def test_a_draft_close_to_its_teacher_in_fp32(distance):
 def test_a_draft_that_equals_its_teacher_in_fp32_has_no_gradient():
     _, head, teacher, (w1, w2), previous, labels, weights, rows = pieces(3)
     hidden = teacher[rows].clone().requires_grad_()
-    slots = Slots(hidden, previous, labels, weights, teacher, rows)
-    result = slot_terms(slots, w1, w2 * 0, Heads(head), Loss(terms={"l1": 1.0}))
+    slots = Slots(hidden, w1[previous], labels, weights, teacher, rows)
+    result = slot_terms(slots, w2 * 0, Heads(head), Loss(terms={"l1": 1.0}))
     result.weighted_sum.backward()
     assert result.tv.max() < 1e-6
 
@@ -122,8 +123,8 @@ def test_bf16_products_with_fp32_statistics():
     exact = [tensor.double().clone().requires_grad_() for tensor in (draft, w1, w2)]
     heads = Heads(head.bfloat16())
     expected, values, _ = oracle(*exact, Heads(head), teacher, previous, labels, weights, rows, {"ce": 0.1, "l1": 0.9})
-    slots = Slots(ours[0], previous, labels, weights, teacher, rows)
-    result = slot_terms(slots, ours[1], ours[2], heads, Loss(terms={"ce": 0.1, "l1": 0.9}, chunk_bytes=100_000))
+    slots = Slots(ours[0], ours[1][previous], labels, weights, teacher, rows)
+    result = slot_terms(slots, ours[2], heads, Loss(terms={"ce": 0.1, "l1": 0.9}, chunk_bytes=100_000))
     expected.backward()
     result.weighted_sum.backward()
     assert result.ce.dtype == torch.float32 and ours[2].grad.dtype == torch.float32

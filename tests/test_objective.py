@@ -8,16 +8,15 @@ from plain import plain_terms
 
 from configs.schema import Loss
 from train.heads import Heads
-from train.objective import Slots, confidence_sum, normaliser, slot_terms, slot_weights
+from train.objective import BYTES_PER_LOGIT, Slots, confidence_sum, normaliser, slot_terms, slot_weights
 
 
 def one_hot_head(logits, teacher, labels, terms, weights=None):
     """slot_terms on given logits: the head is the identity and the Markov bias zero."""
     count, vocabulary = logits.shape
     weights = torch.ones(count).double() if weights is None else weights
-    slots = Slots(logits, torch.zeros(count, dtype=torch.long), labels, weights, teacher, torch.arange(count))
-    zero = torch.zeros(vocabulary, 1).double()
-    return slot_terms(slots, zero, zero, Heads(torch.eye(vocabulary).double()), Loss(terms=terms))
+    slots = Slots(logits, torch.zeros(count, 1).double(), labels, weights, teacher, torch.arange(count))
+    return slot_terms(slots, torch.zeros(vocabulary, 1).double(), Heads(torch.eye(vocabulary).double()), Loss(terms=terms))
 
 
 DRAFT = torch.tensor([[2.0, 1, 0, -1], [0, 0, 0, 0]]).double()
@@ -85,8 +84,9 @@ def test_value_and_gradient_equal_autograd(terms, slots_a_chunk):
     values = plain_terms(*theirs, head, teacher, rows, previous, labels)
     expected = sum(alpha * (weights * values[name]).sum() for name, alpha in terms.items())
     (3 * expected).backward()
-    loss = Loss(terms=terms, chunk_bytes=slots_a_chunk * 5 * 4 * len(head))
-    result = slot_terms(Slots(ours[0], previous, labels, weights, teacher, rows), ours[1], ours[2], Heads(head), loss)
+    loss = Loss(terms=terms, chunk_bytes=slots_a_chunk * BYTES_PER_LOGIT * len(head))
+    slots = Slots(ours[0], ours[1][previous], labels, weights, teacher, rows)
+    result = slot_terms(slots, ours[2], Heads(head), loss)
     (3 * result.weighted_sum).backward()
     torch.testing.assert_close(result.weighted_sum, expected, rtol=1e-12, atol=1e-12)
     for mine, reference in zip(ours, theirs):
@@ -102,10 +102,11 @@ def test_a_draft_that_equals_its_teacher_has_no_distance_and_no_distribution_gra
 
 def test_results_come_back_in_the_order_of_the_slots():
     parameters, head, teacher, previous, labels, weights, rows = random_slots(1)
-    loss = Loss(terms={"ce": 1.0}, chunk_bytes=3 * 5 * 4 * len(head))
+    loss = Loss(terms={"ce": 1.0}, chunk_bytes=3 * BYTES_PER_LOGIT * len(head))
     shuffled = torch.randperm(len(rows))
-    slots = Slots(parameters[0], previous, labels, weights, teacher, rows)
-    moved = Slots(parameters[0][shuffled], previous[shuffled], labels[shuffled], weights[shuffled], teacher, rows[shuffled])
-    whole, part = (slot_terms(order, *parameters[1:], Heads(head), loss) for order in (slots, moved))
+    embedding = parameters[1][previous]
+    slots = Slots(parameters[0], embedding, labels, weights, teacher, rows)
+    moved = Slots(parameters[0][shuffled], embedding[shuffled], labels[shuffled], weights[shuffled], teacher, rows[shuffled])
+    whole, part = (slot_terms(order, parameters[2], Heads(head), loss) for order in (slots, moved))
     for field in ("ce", "tv", "accepted"):
         torch.testing.assert_close(getattr(whole, field)[shuffled], getattr(part, field))

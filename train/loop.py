@@ -167,8 +167,6 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int, s
         print(f"handshake passed; {end - first} of {total} steps to go, {config.train.global_batch} samples each", flush=True)
     batches = training.feed.batches(first)
     parameters = list(training.draft.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
     held, record = held_out(config) if config.train.validate_every else None, log.best(first) if log else 0.0
     milestones = {max(1, round(share * total)) for share in config.train.milestones}
     every, done = checkpoint_interval(len(training.feed.dataset), config), first
@@ -188,7 +186,7 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int, s
             for optimizer in optimizers:
                 optimizer.step()
         for parameter in parameters:
-            parameter.grad.zero_()
+            parameter.grad = None
         watch.mark("optimizer")
         done = step + 1
         if log:

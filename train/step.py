@@ -58,10 +58,10 @@ def run(draft: Draft, frozen: FrozenVerifier, batch: Batch, block_size: int, los
     weights = counted * slot_weights(block_size, loss.decay_gamma, device).expand_as(valid)[valid]
 
     distinct, teacher_row = row.unique(return_inverse=True)
-    taught = Slots(hidden, previous, labels, weights, frozen.final_norm(states[distinct, -1]), teacher_row)
-    markov = draft.markov_head
-    terms = slot_terms(taught, markov.markov_w1.weight, markov.markov_w2.weight, frozen.heads, loss)
-    logits = draft.confidence_head(hidden, F.embedding(previous, markov.markov_w1.weight))
+    embedding = F.embedding(previous, draft.markov_head.markov_w1.weight)
+    taught = Slots(hidden, embedding, labels, weights, frozen.final_norm(states[distinct, -1]), teacher_row)
+    terms = slot_terms(taught, draft.markov_head.markov_w2.weight, frozen.heads, loss)
+    logits = draft.confidence_head(hidden, embedding)
     overlap = 1 - terms.tv
     objective = terms.weighted_sum + loss.confidence * confidence_sum(logits, overlap, weights)
 

@@ -59,6 +59,7 @@ class Step:
         places = torch.from_numpy(np.sort(random.choice(LENGTH - BLOCK - 1, anchors, replace=False)))
         document = Document(sample, 0, LENGTH, places, torch.ones(anchors, BLOCK, dtype=torch.bool))
         self.batch = Batch(0, [document], torch.randn(LENGTH, 6, HIDDEN), last=True)
+        self.parameters = list(self.draft.parameters())
         self.optimizers = build_optimizers(self.draft, Train(), World(0, 1, CPU))
         if plain:
             train_step.slot_terms = plain_slot_terms
@@ -67,8 +68,9 @@ class Step:
         return train_step.run(self.draft, self.frozen, self.batch, BLOCK, Loss(terms=TERMS), CPU).objective
 
 
-def plain_slot_terms(slots: Slots, w1: Tensor, w2: Tensor, heads: Heads, loss: Loss) -> SlotTerms:
-    values = plain_terms(slots.hidden, w1, w2, heads.verifier, slots.teacher, slots.teacher_row, slots.previous, slots.labels)
+def plain_slot_terms(slots: Slots, w2: Tensor, heads: Heads, loss: Loss) -> SlotTerms:
+    each = torch.arange(len(slots.labels))
+    values = plain_terms(slots.hidden, slots.embedding, w2, heads.verifier, slots.teacher, slots.teacher_row, each, slots.labels)
     total = sum(alpha * (slots.weights * values[name]).sum() for name, alpha in loss.terms.items())
     return SlotTerms(total, values["ce"].detach(), values["tv"].detach(), torch.zeros(len(slots.labels), dtype=torch.bool))
 
@@ -94,6 +96,7 @@ class Speculators:
         named = [(name, x) for name, x in self.draft.named_parameters() if x.requires_grad]
         matrices = [x for name, x in named if x.dim() == 2 and min(x.shape) > 1 and "markov" not in name]
         others = [x for name, x in named if not any(x is matrix for matrix in matrices)]
+        self.parameters = [x for _, x in named]
         self.optimizers = [torch.optim.Muon(matrices, lr=1e-4, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(others, lr=1e-4)]
         torch.Tensor.bfloat16 = lambda tensor: tensor  # of torch.optim.Muon's Newton-Schulz
 
@@ -106,15 +109,14 @@ class LossAlone:
 
     def __init__(self, vocabulary: int, anchors: int):
         count = anchors * BLOCK
-        self.parameters = [torch.randn(*shape, requires_grad=True) for shape in ((count, HIDDEN), (vocabulary, 256), (vocabulary, 256))]
+        self.parameters = [torch.randn(*shape, requires_grad=True) for shape in ((count, HIDDEN), (count, 256), (vocabulary, 256))]
         self.heads, teacher = Heads(torch.randn(vocabulary, HIDDEN) * 0.04), torch.randn(count, HIDDEN)
-        previous, labels = torch.randint(vocabulary, (2, count))
-        self.slots = Slots(self.parameters[0], previous, labels, torch.ones(count), teacher, torch.arange(count))
+        labels = torch.randint(vocabulary, (count,))
+        self.slots = Slots(*self.parameters[:2], labels, torch.ones(count), teacher, torch.arange(count))
         self.optimizers: list = []
-        self.gradients = sum(x.nbytes for x in self.parameters)  # on their way from forward to backward
 
     def forward(self) -> Tensor:
-        return slot_terms(self.slots, *self.parameters[1:], self.heads, Loss(terms=TERMS)).weighted_sum
+        return slot_terms(self.slots, self.parameters[2], self.heads, Loss(terms=TERMS)).weighted_sum
 
 
 class Memory(threading.Thread):
@@ -157,11 +159,14 @@ def measure(kind: str, vocabulary: int, anchors: int, folder: str) -> dict:
         marks.append(time.process_time())
         for optimizer in step.optimizers:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
         marks.append(time.process_time())
+        peak, gradients = memory.peak(), 0
         del loss
-        for part, seconds in zip(parts, (*np.diff(marks), memory.peak() - getattr(step, "gradients", 0))):
-            parts[part].append(float(seconds))
+        for parameter in step.parameters:
+            gradients += parameter.nbytes
+            parameter.grad = None
+        for part, value in zip(parts, (*np.diff(marks), peak - gradients)):
+            parts[part].append(float(value))
     return {part: min(values[1:]) for part, values in parts.items()}
 
 

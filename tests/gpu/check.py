@@ -60,8 +60,8 @@ def objective() -> Iterator[Row]:
     terms = {"ce": 0.1, "l1": 0.9}
     ours, exact = ([x.to(dtype, copy=True).requires_grad_() for x in parameters] for dtype in (torch.float32, torch.float64))
     loss = SimpleNamespace(terms=terms, chunk_bytes=64 << 20)
-    slots = Slots(ours[0], previous, labels, weights, teacher, rows)
-    total = slot_terms(slots, ours[1], ours[2], Heads(head.bfloat16()), loss).weighted_sum
+    slots = Slots(ours[0], ours[1][previous], labels, weights, teacher, rows)
+    total = slot_terms(slots, ours[2], Heads(head.bfloat16()), loss).weighted_sum
     values = plain_terms(*exact, head.bfloat16().double(), teacher.bfloat16().double(), rows, previous, labels)
     expected = sum(alpha * (weights * values[name]).sum() for name, alpha in terms.items())
     total.backward()
