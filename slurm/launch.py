@@ -19,17 +19,17 @@ import fcntl
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from configs.schema import Config, config_argument, parse
+from slurm import plan
 from slurm.follow import read_status, write_status
 from slurm.nodes import NodeError, allocation, lost, requeue
 from slurm.processes import Outcome, run_roles, say
-from slurm.roles import clear, environment, joining, role_table
+from slurm.roles import clear, joining, role_table
 from store.objects import StoreError
 
 
@@ -58,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
                 say(f"the run is {state}; waiting for it to start")
                 time.sleep(5)
             return run_roles(joining(config, arguments), config.run_dir / "logs", config.launch).status
-        plan = [config.python.train or sys.executable, "-m", "slurm.plan", *arguments]
-        if subprocess.run(plan, stdout=sys.stderr, env=environment(1)).returncode:
-            return 2
+        with contextlib.redirect_stdout(sys.stderr):
+            if plan.main(arguments):
+                return 2
         with exclusive(config.run_dir) as lock:
             return launch(config, arguments, command, lock)
     except Refused as error:
@@ -69,8 +69,6 @@ def main(argv: list[str] | None = None) -> int:
         say(str(error))
     except StoreError as error:
         say(f"store.path: {error}")
-    except FileNotFoundError as error:
-        say(f"python.train: {error.filename} is no interpreter")
     return 2
 
 
