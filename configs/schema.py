@@ -256,6 +256,7 @@ class Train(Section):
     global_batch: Positive = 8
     micro_tokens: Positive = 8192  # packed tokens of one micro-step
     num_anchors: Positive = 512  # of one sample
+    anchors: Literal["uniform", "walk"] = "uniform"  # walk: as often as an engine drafts there (`train.visited`); costs a forward pass more
     grow_slots: Fraction = 0.0  # blocks of 2, then 4, then all slots over this share of the run
     optimizer: Literal["muon", "adamw"] = "muon"
     lr: Annotated[float, Field(gt=0)] = 1e-4

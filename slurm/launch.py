@@ -19,18 +19,21 @@ import fcntl
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from configs.schema import Config, config_argument, parse
-from slurm.follow import read_status, write_status
+from slurm import plan
+from slurm.follow import OVER, read_status, write_status
 from slurm.nodes import NodeError, allocation, lost, requeue
 from slurm.processes import Outcome, run_roles, say
-from slurm.roles import clear, environment, joining, role_table
+from slurm.roles import clear, joining, role_table
+from slurm.running import STOP
 from store.objects import StoreError
+
+JOIN_S = 2.0
 
 
 class Refused(Exception):
@@ -54,13 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # `run_roles` looks for it
     try:
         if args.join:
-            while (state := read_status(config.run_dir)["state"]) not in ("starting", "running"):
-                say(f"the run is {state}; waiting for it to start")
-                time.sleep(5)
-            return run_roles(joining(config, arguments), config.run_dir / "logs", config.launch).status
-        plan = [config.python.train or sys.executable, "-m", "slurm.plan", *arguments]
-        if subprocess.run(plan, stdout=sys.stderr, env=environment(1)).returncode:
-            return 2
+            return join(config, arguments)
+        with contextlib.redirect_stdout(sys.stderr):
+            if plan.main(arguments):
+                return 2
         with exclusive(config.run_dir) as lock:
             return launch(config, arguments, command, lock)
     except Refused as error:
@@ -69,9 +69,21 @@ def main(argv: list[str] | None = None) -> int:
         say(str(error))
     except StoreError as error:
         say(f"store.path: {error}")
-    except FileNotFoundError as error:
-        say(f"python.train: {error.filename} is no interpreter")
     return 2
+
+
+def join(config: Config, arguments: list[str]) -> int:
+    """One more extractor until the run is over; anew where the run is started again, since its store is another one then."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    while (state := read_status(config.run_dir)["state"]) not in OVER:
+        if state in ("starting", "running"):
+            if status := run_roles(joining(config, arguments), config.run_dir / "logs", config.launch).status:
+                return status
+        else:
+            say(f"the run is {state}; waiting for it to start")
+            if received := signal.sigtimedwait(STOP, JOIN_S):
+                return 128 + received.si_signo
+    return 0
 
 
 def launch(config: Config, arguments: list[str], command: list[str], lock: int) -> int:

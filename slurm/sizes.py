@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from configs.schema import Config
-from store.codec import record_bytes
+from store.record import record_bytes
 from store.verifier import INDEX, SINGLE, VerifierError, find_file, text_config
-from train.contract import DraftContract
-from train.draft import Draft
+from train.contract import DraftContract, shapes
 
 MANIFEST_BYTES = 1024, 7  # about: of a sample, and of each of its token ids
+ITEM = {"float32": 4, "bfloat16": 2}  # bytes
 MEASURED = 200  # last steps of a run that say how fast it is
 
 
@@ -35,9 +34,9 @@ class Facts:
         self.verifier |= {key: value for key, value in given.items() if value}
         self.nodes = launch.extractors * extract.nodes + launch.trainer_nodes if launch.trainer_nodes else 1
         self.ranks = launch.trainers * max(1, launch.trainer_nodes)
-        dtype, planes, width = getattr(torch, config.verifier.dtype), len(self.spec.taps) + 1, self.spec.hidden_size
-        self.token = planes * width * dtype.itemsize  # as the engine makes its states
-        self.stored_token = record_bytes(store.codec, planes, width, dtype)
+        item, planes, width = ITEM[config.verifier.dtype], len(self.spec.taps) + 1, self.spec.hidden_size
+        self.token = planes * width * item  # as the engine makes its states
+        self.stored_token = record_bytes(store.codec, planes, width, item)
         self.sample = config.data.length * (self.stored_token + MANIFEST_BYTES[1]) + MANIFEST_BYTES[0]  # as long as one may be
         self.step = config.train.global_batch * self.sample
         self.in_flight = min(pool.in_flight, max(1, store.bytes // self.ranks // self.sample))  # samples that a rank has asked for
@@ -56,12 +55,10 @@ class Facts:
     @cached_property
     def parameters(self) -> dict[str, int]:
         """Of the draft: those that the optimizer orthogonalises, and the others."""
-        with torch.device("meta"):
-            draft = Draft(self.spec)
         count = {"matrices": 0, "rest": 0}
-        for name, tensor in draft.named_parameters():
-            muon = self.config.train.optimizer == "muon" and tensor.dim() == 2 and min(tensor.shape) > 1 and "markov" not in name
-            count["matrices" if muon else "rest"] += tensor.numel()
+        for name, shape in shapes(self.spec).items():
+            muon = self.config.train.optimizer == "muon" and len(shape) == 2 and min(shape) > 1 and "markov" not in name
+            count["matrices" if muon else "rest"] += math.prod(shape)
         return count
 
     @cached_property
@@ -88,13 +85,14 @@ class Facts:
         plan, path = self.config.plan, self.config.data.path
         if plan.rows:
             return plan.rows, plan.tokens or self.config.data.length
-        if not (path / "dataset_info.json").exists():
+        if not (path / "state.json").exists():
             return None
-        import pyarrow.compute as compute
-        from datasets import load_from_disk
+        import pyarrow as pa  # the `datasets` library takes seconds
 
-        dataset = load_from_disk(path)
-        return len(dataset), compute.mean(compute.list_value_length(dataset.data.column("input_ids"))).as_py()
+        files = [str(path / file["filename"]) for file in json.loads((path / "state.json").read_text())["_data_files"]]
+        chunks = [chunk for file in files for chunk in pa.ipc.open_stream(pa.memory_map(file)).read_all().column("input_ids").chunks]
+        rows = sum(map(len, chunks))
+        return rows, sum(len(chunk.flatten()) for chunk in chunks) / rows
 
     @cached_property
     def rates(self) -> tuple[float | None, float | None]:

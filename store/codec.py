@@ -10,30 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from store.record import SCALE, quantised, record_bytes
+
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max  # 448
-SCALE = 4  # bytes
 CHUNK = 64  # tokens converted at once: what lies between stays in the processor's cache
-
-
-def quantised(codec: str, planes: int) -> int:
-    """How many of a token's planes (taps ascending, then the last state) `codec` makes fp8."""
-    return {"raw": 0, "fp8": planes - 1, "fp8_all": planes}[codec]
-
-
-def record_bytes(codec: str, planes: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes of one token's states [planes, width] as `codec` writes them."""
-    count = quantised(codec, planes)
-    return count * (SCALE + width) + (planes - count) * width * dtype.itemsize
-
-
-def width_of(codec: str, planes: int, record: int, dtype: torch.dtype) -> int:
-    """The hidden size that a record of so many bytes has. ValueError: none has."""
-    count = quantised(codec, planes)
-    width, rest = divmod(record - count * SCALE, count + (planes - count) * dtype.itemsize)
-    if rest or width < 1:
-        raise ValueError(f"{record} bytes a token are no {planes} {dtype} planes by codec {codec}")
-    return width
 
 
 def encode(codec: str, states: Tensor) -> Tensor:
@@ -42,7 +23,7 @@ def encode(codec: str, states: Tensor) -> Tensor:
     count = quantised(codec, planes)
     if not count:
         return states.view(tokens, -1).view(torch.uint8)
-    out = torch.empty((tokens, record_bytes(codec, planes, width, states.dtype)), dtype=torch.uint8)
+    out = torch.empty((tokens, record_bytes(codec, planes, width, states.itemsize)), dtype=torch.uint8)
     body = count * SCALE
     for start in range(0, tokens, CHUNK):
         part, record = states[start : start + CHUNK], out[start : start + CHUNK]
@@ -76,4 +57,4 @@ def landing(codec: str, states: Tensor) -> Tensor:
     """The last bytes of `states` [t, m+1, H], as many as `codec` makes of them, as flat uint8: where an encoded slice is read to."""
     tokens, planes, width = states.shape
     flat = states.view(-1).view(torch.uint8)
-    return flat[flat.numel() - tokens * record_bytes(codec, planes, width, states.dtype) :]
+    return flat[flat.numel() - tokens * record_bytes(codec, planes, width, states.itemsize) :]

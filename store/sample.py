@@ -19,6 +19,7 @@ from torch import Tensor
 from store import codec
 from store.contract import StateContract, require_same
 from store.objects import Gone, ObjectStore, Torn
+from store.record import width_of
 
 PIECE = 32 << 20  # bytes
 INFINITY = {  # its bits, and the integers to read them as
@@ -81,7 +82,7 @@ def publish(store: ObjectStore, name: str, contract: StateContract, token_ids: l
     if other := {piece.codec for piece in slices} - {contract.codec}:
         raise ValueError(f"{name}: slices by codec {other.pop()}, the contract says {contract.codec}")
     planes, dtype = len(contract.taps) + 1, getattr(torch, contract.dtype)
-    width = codec.width_of(contract.codec, planes, slices[0].bytes // (slices[0].stop - slices[0].start), dtype)
+    width = width_of(contract.codec, planes, slices[0].bytes // (slices[0].stop - slices[0].start), dtype.itemsize)
     manifest = Manifest(name=name, contract=contract, token_ids=token_ids, rows_shape=(planes, width), slices=slices)
     text = manifest.model_dump_json().encode()
     store.replace(f"{name}/manifest", b"%016x\n%s" % (checksum(text), text))

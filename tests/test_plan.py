@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 from in_process import InProcessPool, save_data
-from tiny import write_recipe
+from tiny import python_environment, write_recipe
 
 from configs.schema import load
 from extract.hf import HFVerifier
@@ -17,6 +20,8 @@ from slurm.sizes import Facts
 from store.objects import open_store
 from store.sample import discard
 from store.verifier import VerifierError
+from train.contract import DraftContract, shapes
+from train.draft import Draft
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 K3 = str(CONFIGS / "kimi_k3.yaml")
@@ -90,6 +95,20 @@ def test_sizes_of_kimi_k3(no_hub):
     assert any("launch.extractors" in line for line in warnings(facts))
     fp8 = Facts(load(K3, ["store.codec=fp8"]))
     assert fp8.stored_token == 5 * (7168 + 4) + 2 * 7168
+
+
+@pytest.mark.parametrize("overrides", [["kimi_k3"], ["kimi_k3", "draft.draft_vocab_size=32000"], ["kimi_k3_mla"], ["qwen3_8b"]])
+def test_shapes_are_the_drafts(overrides):
+    """What the plan counts by arithmetic is what torch would allocate."""
+    spec = DraftContract.resolve(load(CONFIGS / f"{overrides[0]}.yaml", overrides[1:]))
+    with torch.device("meta"):
+        draft = Draft(spec)
+    assert shapes(spec) == {name: tuple(parameter.shape) for name, parameter in draft.named_parameters()}
+
+
+def test_the_plan_needs_no_torch():
+    command = "import sys, slurm.launch, slurm.submit, slurm.follow; sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], env=python_environment()).returncode == 0
 
 
 @pytest.fixture

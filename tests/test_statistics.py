@@ -8,7 +8,7 @@ from scipy.stats import binomtest
 
 from train import statistics
 from train.simulate import expected_walk
-from train.statistics import compare, looped, measured, ratio, resample, summarise, total, walked
+from train.statistics import compare, estimate, looped, measured, ratio, resample, summarise, total, walked
 
 
 def prompts(random, count, gain=1.0, spread=0.25, sets=("a",)) -> list[dict]:
@@ -42,6 +42,12 @@ def test_intervals_cover(monkeypatch, count, sets):
         covered += low <= expected <= high
     # 95 % less what the bootstrap of a skewed ratio is known to lack at 20 prompts
     assert binomtest(covered, runs, 0.93).pvalue > 1e-3 or 0.93 < covered / runs < 0.97
+
+
+def test_a_standard_error_is_the_spread_of_estimates():
+    values, errors = zip(*(estimate(prompts(np.random.default_rng(run), 30)) for run in range(60)))
+    assert np.mean(errors) == pytest.approx(np.std(values, ddof=1), rel=0.3)
+    assert estimate(prompts(np.random.default_rng(0), 1))[1] == np.inf
 
 
 def test_pairs_find_two_percent_and_nothing_where_nothing_is(monkeypatch):

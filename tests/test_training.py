@@ -42,6 +42,7 @@ def data(tiny_verifier, tmp_path_factory):
     folder = tmp_path_factory.mktemp("training")
     config = recipe(folder, tiny_verifier("llama"))
     save_data(config, HFVerifier(config.verifier.path, "float32", config.draft.taps), SAMPLES)
+    load_from_disk(config.data.path).save_to_disk(config.data.path / "validation")
     return folder
 
 
@@ -52,6 +53,7 @@ def recipe(folder: Path, verifier: Path, name: str = "run", **train) -> Config:
         "pool": {"in_flight": 1},
         "loss": {"chunk_bytes": 200_000},
         "train": {**TRAIN, **train},
+        "evaluate": {"rule": "standard"},  # of validation and of walks: every probability counts
     }
     return load(write_recipe(folder / "recipes" / name, verifier, overrides | {"data": {"path": str(folder / "data"), "length": 400}}))
 
@@ -68,8 +70,8 @@ def run(config: Config, monkeypatch, **pool) -> dict[int, dict]:
     return curve(config)
 
 
-def curve(config: Config) -> dict[int, dict]:
-    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+def curve(config: Config, log: str = "metrics.jsonl") -> dict[int, dict]:
+    lines = (config.run_dir / log).read_text().splitlines()
     return {record["step"]: record for record in map(json.loads, lines)}
 
 
@@ -86,8 +88,10 @@ def test_a_run_learns_and_its_log_is_whole(data, tiny_verifier, monkeypatch):
     assert open_store(config.store).usage().keys == 0, "streaming objects are gone once used"
 
 
-def test_resumed_equals_not_stopped_bit_for_bit(data, tiny_verifier, monkeypatch):
-    whole, stopped = (recipe(data, tiny_verifier("llama"), name) for name in ("whole", "stopped"))
+@pytest.mark.parametrize("anchors", ["uniform", "walk"])
+def test_resumed_equals_not_stopped_bit_for_bit(data, tiny_verifier, monkeypatch, anchors):
+    names = f"whole_{anchors}", f"stopped_{anchors}"
+    whole, stopped = (recipe(data, tiny_verifier("llama"), name, anchors=anchors) for name in names)
     expected = run(whole, monkeypatch)
     save = checkpoint.save
 
@@ -137,14 +141,21 @@ def assert_same_run(ours: Config, theirs: Config) -> None:
         assert (line["slots"], line["samples"]) == (expected[step]["slots"], expected[step]["samples"])
     for name, tensor in weights(theirs).items():
         torch.testing.assert_close(weights(ours)[name], tensor, rtol=1e-3, atol=1e-5)
+    held_out, expected = curve(ours, "validation.jsonl"), curve(theirs, "validation.jsonl")
+    assert held_out.keys() == expected.keys()
+    for step, record in held_out.items():
+        for name, value in record.items():
+            assert value == pytest.approx(expected[step][name], rel=1e-5)
+    assert expected[max(expected)]["tokens_per_forward"] > 1.001
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
-def test_many_ranks_equal_one_and_another_number_goes_on(data, tiny_verifier, monkeypatch, parallel, ranks):
-    """Steps of 3 and 2 samples, one a micro-step: some ranks have less to do than others, or nothing."""
+@pytest.mark.parametrize(("parallel", "ranks", "anchors"), [("ddp", 2, "walk"), ("fsdp", 2, "uniform"), ("fsdp", 3, "walk")])
+def test_many_ranks_equal_one_and_another_number_goes_on(data, tiny_verifier, monkeypatch, parallel, ranks, anchors):
+    """Steps of 3 and 2 samples, one a micro-step: some ranks have less to do than others, or nothing. Validation is shared out, too."""
     names = f"alone_{parallel}{ranks}", f"{parallel}{ranks}"
-    alone, many = (recipe(data, tiny_verifier("llama"), name, parallel=parallel, global_batch=3, micro_tokens=1) for name in names)
+    keys = {"parallel": parallel, "anchors": anchors, "global_batch": 3, "micro_tokens": 1, "validate_every": 3}
+    alone, many = (recipe(data, tiny_verifier("llama"), name, **keys) for name in names)
     run(alone, monkeypatch)
     run_ranks(data, many, ranks)
     assert_same_run(many, alone)

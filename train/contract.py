@@ -64,6 +64,30 @@ class DraftContract(Contract):
         return sliding if self.causal is None else self.causal, self.window if sliding else None
 
 
+def shapes(spec: DraftContract) -> dict[str, tuple[int, ...]]:
+    """Of every parameter that is trained, by its name in `train.draft`, which is not built (nor torch imported) for this."""
+    hidden, inner, layer = spec.hidden_size, spec.intermediate_size, {}
+    if mla := spec.mla:
+        head, value = mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.heads * mla.v_head_dim
+        layer |= {"q_a_proj": (mla.q_lora_rank, hidden), "q_a_layernorm": (mla.q_lora_rank,)}
+        layer |= {"q_b_proj": (mla.heads * head, mla.q_lora_rank), "kv_a_layernorm": (mla.kv_lora_rank,)}
+        layer |= {"kv_a_proj_with_mqa": (mla.kv_lora_rank + mla.qk_rope_head_dim, hidden)}
+        layer |= {"kv_b_proj": (mla.heads * mla.qk_nope_head_dim + value, mla.kv_lora_rank), "o_proj": (hidden, value)}
+    else:
+        gqa, (queries, keys) = spec.gqa, (heads * spec.gqa.head_dim for heads in (spec.gqa.heads, spec.gqa.kv_heads))
+        layer |= {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries)}
+        layer |= {"q_norm": (gqa.head_dim,), "k_norm": (gqa.head_dim,)}
+    layer = {f"self_attn.{name}": shape for name, shape in layer.items()}
+    layer |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    found = {f"layers.{number}.{name}": shape for number in range(spec.layers) for name, shape in layer.items()}
+    found |= {"fc": (hidden, len(spec.taps) * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
+    found |= {"markov_head.markov_w1": (spec.vocab_size, spec.markov_rank)}
+    found |= {"markov_head.markov_w2": (spec.draft_vocab_size, spec.markov_rank)}
+    found |= {"confidence_head.proj": (1, hidden + spec.markov_rank)}
+    return {f"{name}.weight": shape for name, shape in found.items()} | {"confidence_head.proj.bias": (1,)}
+
+
 def _filled(given: dict, default: dict) -> dict:
     return {key: default.get(key) if value is None else value for key, value in given.items()}
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count
 
 import httpx
 
@@ -55,14 +56,16 @@ def ask_engine(config: Config, questions: list[Question], tokenizer, block: int)
     settings, url, records = config.evaluate, config.evaluate.engine.rstrip("/"), []
     with httpx.Client(timeout=config.pool.deadline_s, trust_env=False) as client, ThreadPoolExecutor(settings.concurrency) as threads:
         body = {"model": _get(client, "GET", f"{url}/v1/models").json()["data"][0]["id"], "max_tokens": settings.max_tokens}
-        body |= {"temperature": 0.0 if settings.rule == "greedy" else settings.temperature, "return_token_ids": True, "seed": config.seed}
+        body |= {"temperature": 0.0 if settings.rule == "greedy" else settings.temperature, "return_token_ids": True}
+        seeds = count(config.seed)  # one for each request: engines draw from it and the position alone
 
-        def ask(prompt: list[int]) -> Answer:
-            return Answer(_get(client, "POST", f"{url}/v1/completions", json=body | {"prompt": prompt}).json()["choices"][0]["token_ids"])
+        def ask(prompt: list[int], seed: int) -> Answer:
+            answer = _get(client, "POST", f"{url}/v1/completions", json=body | {"prompt": prompt, "seed": seed}).json()
+            return Answer(answer["choices"][0]["token_ids"])
 
         def ask_together(prompts: list[list[int]]) -> list[Answer]:
             before = _counters(client, url)
-            answers = list(threads.map(ask, prompts))
+            answers = list(threads.map(ask, prompts, [next(seeds) for _ in prompts]))
             counted = _counters(client, url)
             counted.subtract(before)
             tokens = float(sum(len(answer.response_ids) - 1 for answer in answers))

@@ -20,7 +20,7 @@ from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
 from store.contract import Contract, ContractMismatch, DataContract, StateContract, require_same
 from train import checkpoint
-from train.batch import Batch, Order, block_size_at, checkpoint_interval, end_step, place
+from train.batch import Batch, Order, Place, block_size_at, checkpoint_interval, end_step, place
 from train.contract import DraftContract
 from train.draft import Draft, initialise
 from train.feed import Feed
@@ -28,8 +28,9 @@ from train.handshake import Example, from_cache, from_engine, handshake
 from train.log import Log, Stopwatch, summarise
 from train.optimizer import build_optimizers, set_learning_rate
 from train.step import SUMS, run
-from train.validate import held_out, validate
+from train.validate import held_out, validate, whole
 from train.verifier import FrozenVerifier
+from train.visited import put_on_walk
 from train.warmstart import warm_start
 from train.world import World, world
 
@@ -173,8 +174,8 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int, s
     for step in range(first, end):
         watch = Stopwatch(ranks.device)
         lr = set_learning_rate(optimizers, step, total, config.train)
-        rows = place(step, len(training.feed.dataset), config).rows
-        sums, checksums = _accumulate(training, batches, rows, block_size_at(step, total, config), watch)
+        where = place(step, len(training.feed.dataset), config)
+        sums, checksums = _accumulate(training, batches, where, block_size_at(step, total, config), watch)
         local = (parameter.grad for parameter in parameters if not isinstance(parameter, DTensor))  # the others are sums
         asked = torch.tensor(float(stop()))
         ranks.sum_([sums, asked, checksums, *local])
@@ -215,24 +216,27 @@ def _steps(training: Run, optimizers: list[torch.optim.Optimizer], first: int, s
         log.close()
 
 
-def _accumulate(training: Run, batches: Iterator[Batch], rows: np.ndarray, block_size: int, watch: Stopwatch) -> tuple[Tensor, Tensor]:
-    """Backward through this rank's micro-steps of one step, whose samples are `rows` of the data set.
+def _accumulate(training: Run, batches: Iterator[Batch], where: Place, block_size: int, watch: Stopwatch) -> tuple[Tensor, Tensor]:
+    """Backward through this rank's micro-steps of one step, which lies in the data at `where`.
 
     Returns [objective, counts, per slot] as one fp64 vector, and int64 checksums of the states of those samples that are this rank's.
     """
-    device, last = training.world.device, False
+    device, last, config = training.world.device, False, training.config
+    walker = whole(training.draft, device) if config.train.anchors == "walk" else None
     sums = torch.zeros(1 + len(SUMS) + 2 * block_size, dtype=torch.float64)
-    checksums = torch.zeros(len(rows), dtype=torch.int64)
+    checksums = torch.zeros(len(where.rows), dtype=torch.int64)
     while not last:
         batch = next(batches)
         watch.mark("fetch")
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            part = run(training.draft, training.frozen, batch, block_size, training.config.loss, device)
+            if walker is not None:
+                put_on_walk(walker, training.frozen, batch, where.epoch, block_size, config)
+            part = run(training.draft, training.frozen, batch, block_size, config.loss, device)
         watch.mark("forward")
         part.objective.backward()
         watch.mark("backward")
         sums += torch.cat((part.objective.detach().double().cpu()[None], part.counts, part.per_slot.flatten()))
         for document in batch.documents:
-            checksums[torch.from_numpy(rows == document.sample.row)] = document.checksum
+            checksums[torch.from_numpy(where.rows == document.sample.row)] = document.checksum
         last = batch.last
     return sums, checksums

@@ -116,7 +116,10 @@ def _agreement(report: dict) -> list[str]:
         lines.append(f"- closed loop and simulation {verdict}: {said}")
     if entry := report.get("engine_agreement"):
         verdict, (engine, ours) = "agrees" if entry["agree"] else "DISAGREES", entry["forwards"]
-        lines.append(f"- the served engine {verdict}: {engine:,.0f} forwards, {ours:,.0f} here, on {entry['answers']} answers")
+        said = f"{engine:,.0f} forwards, {ours:,.0f} here, on {entry['answers']} answers"
+        if values := entry.get("tokens_per_forward"):
+            said += f"; {values[0]:.3f} tokens per forward, {values[1]:.3f} here, standard error {entry['standard_error']:.3f}"
+        lines.append(f"- the served engine {verdict}: {said}")
     return [*lines, ""] if lines else []
 
 

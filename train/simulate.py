@@ -36,12 +36,14 @@ def simulate(
     rule: str = "greedy",
     temperature: float = 1.0,
     every: int = 1,
+    slots: int | None = None,
 ) -> list[Response]:
-    """Draft at every token (or each `every`-th) of the responses `spans` [start, stop) of a text.
+    """Draft at every token (or each `every`-th) of the responses `spans` [start, stop) of a text, `slots` tokens (default:
+    a block).
 
     token_ids [T]; states [T, m + 1, H] of its tokens. A response ends the data: a slot beyond it is not accepted.
     """
-    device, block, markov = frozen.embedding.device, draft.spec.block_size, draft.markov_head
+    device, block, markov = frozen.embedding.device, slots or draft.spec.block_size, draft.markov_head
     tokens, states = torch.tensor(token_ids, device=device), states.to(device)
     context = draft.context(states[:, :-1].flatten(1).float()[None], torch.arange(len(tokens), device=device)[None])
     sampled = rule in ("standard", "block")

@@ -75,6 +75,13 @@ def ratio(sums: Sums, part: str = "") -> np.ndarray:
         return sums["tokens" + part] / sums["forwards" + part]
 
 
+def estimate(records: list[dict]) -> tuple[float, float]:
+    """Tokens per forward over all prompts and its standard error; infinite where a single conversation cannot tell."""
+    sets, freedoms = resample(records)
+    samples = ratio(total(sets))
+    return float(samples[0]), float(np.std(samples[1:])) if sum(freedoms.values()) else float("inf")
+
+
 def total(sets: dict[str, Sums]) -> Sums:
     """Sums over sets."""
     return {key: sum(sums[key] for sums in sets.values()) for key in next(iter(sets.values()))}

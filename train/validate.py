@@ -32,7 +32,7 @@ def held_out(config: Config) -> Dataset | None:
 @torch.no_grad()
 def validate(draft: Draft, frozen: FrozenVerifier, feed: Feed, rows: Dataset, ranks: World, config: Config) -> dict:
     """Tokens per forward, and the share of forwards that accept at least k drafts. Every rank calls it and gets the same."""
-    draft = _whole(draft, ranks.device)
+    draft = whole(draft, ranks.device)
     sums = torch.zeros(2 + draft.spec.block_size, dtype=torch.float64)
     for index in range(ranks.rank, len(rows), ranks.size):
         row = rows[index]
@@ -57,11 +57,11 @@ def spans(loss_mask: np.ndarray) -> list[tuple[int, int]]:
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
-def _whole(draft: Draft, device: torch.device) -> Draft:
-    """The draft itself, or a copy with whole parameters where the ranks hold parts: they do not draft equally often."""
+def whole(draft: Draft, device: torch.device) -> Draft:
+    """The draft, or a copy with whole parameters where ranks hold parts, for they do not draft equally often. Every rank calls it."""
     if not any(isinstance(parameter, DTensor) for parameter in draft.parameters()):
         return draft
     copy = Draft(draft.spec).to(device)
-    whole: dict[str, Tensor] = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in draft.state_dict().items()}
-    copy.load_state_dict(whole)
+    weights: dict[str, Tensor] = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in draft.state_dict().items()}
+    copy.load_state_dict(weights)
     return copy

@@ -17,7 +17,8 @@ from datasets import load_from_disk  # noqa: E402
 
 from configs.schema import config_argument, parse  # noqa: E402
 from extract.hf import HFVerifier  # noqa: E402
-from store.codec import decode_, encode, landing, record_bytes  # noqa: E402
+from store.codec import decode_, encode, landing  # noqa: E402
+from store.record import record_bytes  # noqa: E402
 from train.verifier import FrozenVerifier  # noqa: E402
 
 
@@ -46,7 +47,7 @@ def main() -> None:
     print("| codec | bytes a token | error of taps | KL of the teacher: mean | 99 % | same top token |\n|---|---|---|---|---|---|")
     for codec, results in found.items():
         error, kl, same = (torch.cat(parts) for parts in zip(*results, strict=True))
-        size = record_bytes(codec, planes, width, states.dtype)
+        size = record_bytes(codec, planes, width, states.itemsize)
         print(f"| {codec} | {size} | {error.mean():.4f} | {kl.mean():.2e} | {kl.quantile(0.99):.2e} | {same.mean():.4f} |")
 
 
