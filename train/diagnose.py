@@ -65,7 +65,7 @@ def diagnose(config: Config, draft: Draft, questions: list[Question]) -> dict:
         _template(config, rows, questions),
         _policy("evaluated", config, frozen, held_out),
         _policy("training", config, frozen, trained),
-        *_readings(config, draft, frozen, verifier, held_out),
+        *_readings(config, draft, frozen, verifier, trained or held_out),  # what it knows best tells readings apart best
         *_data(config, draft, frozen, taps, held_out, trained, rows),
     ]
     found = {verdict: [name for name, said, _ in checks if said == verdict] for verdict in ("fault", "limit")}
