@@ -21,11 +21,14 @@ LOOK_S = 1.0
 TAIL_BYTES = 4096
 
 
-def follow(config: Config, job: str | None = None) -> str:
-    """Print what goes on until the run is over, or Slurm has done with `job`; its last state."""
+def follow(config: Config, job: str | None = None, once: bool = False) -> str:
+    """Print what goes on until the run is over, or Slurm has done with `job`, or (`once`) this launch of it; its last state."""
     terminal, shown, line = sys.stdout.isatty(), None, None
+    first = _launch(read_status(config.run_dir))
     while True:
         status = read_status(config.run_dir)
+        if once and (status["state"] == "requeued" or _launch(status) != first):
+            return status["state"]
         if (key := (status["state"], status.get("since"))) != shown:
             shown = key
             print(("\n" if terminal and line else "") + _headline(status), flush=True)
@@ -53,6 +56,11 @@ def write_status(run_dir: Path, status: dict) -> None:
     partial.replace(run_dir / "status.json")
 
 
+def _launch(status: dict) -> tuple:
+    """What tells one launch of a run from another."""
+    return status.get("job"), status.get("restart"), status.get("pid")
+
+
 def _headline(status: dict) -> str:
     what = {key: status[key] for key in ("job", "restart", "nodes", "role", "reason", "log") if status.get(key)}
     return f"{status.get('since', '')} {status['state']}  {'  '.join(f'{key} {value}' for key, value in what.items())}".strip()
@@ -70,8 +78,9 @@ def _progress(log: Path) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slurm.follow", description=__doc__.splitlines()[0])
     config_argument(parser)
-    _, config = parse(parser, argv)
-    return 0 if follow(config) == "done" else 1
+    parser.add_argument("--once", action="store_true", help="until this launch is over, though the run be started again; status 0")
+    args, config = parse(parser, argv)
+    return 0 if follow(config, once=args.once) == "done" or args.once else 1
 
 
 if __name__ == "__main__":

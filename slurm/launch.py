@@ -26,11 +26,14 @@ from pathlib import Path
 
 from configs.schema import Config, config_argument, parse
 from slurm import plan
-from slurm.follow import read_status, write_status
+from slurm.follow import OVER, read_status, write_status
 from slurm.nodes import NodeError, allocation, lost, requeue
 from slurm.processes import Outcome, run_roles, say
 from slurm.roles import clear, joining, role_table
+from slurm.running import STOP
 from store.objects import StoreError
+
+JOIN_S = 2.0
 
 
 class Refused(Exception):
@@ -54,10 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # `run_roles` looks for it
     try:
         if args.join:
-            while (state := read_status(config.run_dir)["state"]) not in ("starting", "running"):
-                say(f"the run is {state}; waiting for it to start")
-                time.sleep(5)
-            return run_roles(joining(config, arguments), config.run_dir / "logs", config.launch).status
+            return join(config, arguments)
         with contextlib.redirect_stdout(sys.stderr):
             if plan.main(arguments):
                 return 2
@@ -70,6 +70,20 @@ def main(argv: list[str] | None = None) -> int:
     except StoreError as error:
         say(f"store.path: {error}")
     return 2
+
+
+def join(config: Config, arguments: list[str]) -> int:
+    """One more extractor until the run is over; anew where the run is started again, since its store is another one then."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    while (state := read_status(config.run_dir)["state"]) not in OVER:
+        if state in ("starting", "running"):
+            if status := run_roles(joining(config, arguments), config.run_dir / "logs", config.launch).status:
+                return status
+        else:
+            say(f"the run is {state}; waiting for it to start")
+            if received := signal.sigtimedwait(STOP, JOIN_S):
+                return 128 + received.si_signo
+    return 0
 
 
 def launch(config: Config, arguments: list[str], command: list[str], lock: int) -> int:

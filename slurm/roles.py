@@ -81,10 +81,10 @@ def trainers(config: Config, arguments: list[str], nodes: list[Node]) -> Role:
 
 
 def joining(config: Config, arguments: list[str]) -> list[Role]:
-    """One more extractor for a run elsewhere, and a job that waits until that run is over. Raises NodeError."""
+    """One more extractor for a run elsewhere, and a job that waits until this launch of that run is over. Raises NodeError."""
     name = f"joined-{os.environ.get('SLURM_JOB_ID') or os.getpid()}"
     nodes = survey(allocation(), config.launch.interface) if config.launch.trainer_nodes else []
-    follow = [sys.executable, "-m", "slurm.follow", *arguments]
+    follow = [sys.executable, "-m", "slurm.follow", "--once", *arguments]
     return [extractor(config, arguments, name, nodes), Role(f"{name}-follows", follow, environment(1))]
 
 

@@ -9,11 +9,13 @@
     --stage evaluate    a task for each draft: ARGUMENTS
 
 Each task goes on where it was: submit again what has failed. `launch.slurm` has the options of sbatch. Needs no accounting.
+With `--task I` the I-th task of a stage runs here and now, as in slurm/extract.sbatch and slurm/prepare_data.sbatch.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -49,8 +51,8 @@ def tasks(stage: str, config: Config, arguments: list[str], shards: int, extra: 
     train, launcher = str(config.python.train or sys.executable), [sys.executable, "-m", "slurm.launch"]
 
     def beside_an_extractor(name: str, *command: str) -> Task:
-        folder = f"run_dir={config.run_dir / stage / name}"
-        return Task([*launcher, *arguments, folder, "--", train, "-m", command[0], *arguments, folder, *command[1:]])
+        own = [f"run_dir={config.run_dir / stage / name}", f"store.path={config.store.path / stage / name}"]  # and a master
+        return Task([*launcher, *arguments, *own, "--", train, "-m", command[0], *arguments, *own, *command[1:]])
 
     if stage == "prepare":
         return [Task([train, "-m", "extract.prepare_data", *arguments, "--shard", f"{i}/{shards}", *extra]) for i in range(shards)]
@@ -120,9 +122,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stage", choices=["train", "extractors", "prepare", "capture", "rollout", "evaluate"], default="train")
     parser.add_argument("--shards", type=int, default=4, metavar="N", help="tasks of prepare and capture (default: %(default)s)")
     parser.add_argument("--extractors", type=int, default=0, metavar="N", help="extractors of training as jobs of their own")
+    parser.add_argument("--task", type=int, metavar="I", help="submit nothing: be this task of the stage's array, from 0")
     parser.add_argument("--follow", action="store_true", help="stay until it is over; exit status 0 where it ended well")
     args, config = parse(parser, argv[:end])
     arguments, extra = [args.config, *args.overrides], argv[end + 1 :]
+    if args.task is not None:
+        command = tasks(args.stage, config, arguments, args.shards, extra)[args.task].command
+        os.execvpe(command[0], command, environment(1))
     if args.stage == "train":
         write_status(config.run_dir, {"state": "submitted"})  # what an earlier job has left is over
     if args.extractors:

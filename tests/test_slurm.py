@@ -22,7 +22,9 @@ from safetensors.torch import load_file
 from slurm_cluster import Cluster, missing
 from tiny import ROOT, VLLM, write_recipe
 
+from extract.captured import RECORD, Captured
 from extract.prepare_data import main as prepare_data
+from store.cache import DurableCache
 from store.local import LOCK
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(missing() is not None, reason=f"no Slurm: {missing()}")]
@@ -243,22 +245,68 @@ def submit_stage(cluster, recipe: Path, *arguments: str, tree: Tree) -> str:
     return cluster(sys.executable, "-m", "slurm.submit", recipe, *arguments, cwd=recipe.parent, env=env, check=False)
 
 
-def test_preparation_as_an_array(cluster, tiny_verifier, tmp_path, tree):
-    """Four tasks, one of which is killed: submitted again, the data set is whole."""
-    recipe = write_recipe(tmp_path, tiny_verifier("llama"), {"launch": {"slurm": {"mem": 2000}, "minutes": 5}})
+def resume(cluster, recipe: Path, script: str, *arguments: str, tree: Tree) -> None:
+    """The task that failed once more, by the batch script."""
+    options = ["--array=2", "--nodes=1", "--cpus-per-task=1", "--mem=2000", f"--output={recipe.parent}/%A_%a.log"]
+    command = [ROOT / "slurm" / script, recipe, "--shards", "4", *arguments]
+    array = cluster.sbatch(*options, *command, cwd=recipe.parent, env=tree.env | ENVIRONMENT)
+    cluster.wait_empty(START_S)
+    states = re.findall(r"JobState=(\w+)", cluster("scontrol", "--oneliner", "show", "job", array))
+    assert states == ["COMPLETED"], [file.read_text() for file in recipe.parent.glob(f"{array}_*.log")]
+
+
+def test_preparation_and_capture_as_arrays(cluster, tiny_verifier, tmp_path, tree):
+    """Four tasks each, one of which is killed: started again, the data set and its states are whole."""
+    store = {"path": str(tmp_path / "store"), "bytes": 16_000_000, "keep": True, "cache_path": str(tmp_path / "cache")}
+    sections = {"launch": {"slurm": {"mem": 2000}, "minutes": 5, "grace_s": 5}, "store": store, "pool": {"in_flight": 1}}
+    recipe = write_recipe(tmp_path, tiny_verifier("llama"), sections)
     rows = [{"id": str(seed), "prompt_ids": list(range(9)), "response_ids": list(range(seed, seed + 90))} for seed in range(200)]
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(row | {"finish_reason": "length"}) + "\n" for row in rows))
-    stage = ["--stage", "prepare", "--shards", "4", "--follow", "--", "--data", str(tmp_path / "rollouts.jsonl")]
+
+    def submit(stage: str, *extra: str) -> list[str]:
+        return submit_stage(cluster, recipe, "--stage", stage, "--shards", "4", "--follow", "--", *extra, tree=tree).splitlines()
+
+    def third(command: str) -> list[int]:
+        return [pid for pid, line in tree.alive().items() if command in line and "--shard 2/4" in line and "slurm." not in line]
+
+    sources = ["--data", str(tmp_path / "rollouts.jsonl")]
     with ThreadPoolExecutor(1) as submitter:
-        first = submitter.submit(submit_stage, cluster, recipe, *stage, tree=tree)
-        victim = wait_for(lambda: [pid for pid, line in tree.alive().items() if "--shard 2/4" in line and "prepare_data" in line], START_S)
-        os.kill(victim[-1], signal.SIGKILL)
-        assert "3 of 5 tasks done, 1 failed" in first.result().splitlines()[-1], first.result()
+        first = submitter.submit(submit, "prepare", *sources)
+        os.kill(wait_for(partial(third, "extract.prepare_data"), START_S)[-1], signal.SIGKILL)
+        assert "3 of 5 tasks done, 1 failed" in first.result()[-1], first.result()
     assert not (tmp_path / "data" / "data_contract.json").exists()
-    out = submit_stage(cluster, recipe, *stage, tree=tree)
-    assert "5 of 5 tasks done, 0 failed" in out.splitlines()[-1], out
-    assert len(load_from_disk(tmp_path / "data")) == 200
-    cluster.wait_empty()
+    resume(cluster, recipe, "prepare_data.sbatch", "--", *sources, tree=tree)
+    assert not prepare_data([str(recipe), *sources])
+    data = load_from_disk(tmp_path / "data")
+    assert len(data) == 200
+
+    def captured(ids: list[list[int]]) -> int:
+        record, cache = tmp_path / "data" / RECORD, DurableCache(tmp_path / "cache", 1 << 30)
+        contract = Captured.model_validate_json(record.read_text()).contract if record.exists() else None
+        return sum(cache.has(contract, row) for row in ids) if contract else 0
+
+    ids = data["input_ids"][2::4]
+    with ThreadPoolExecutor(1) as submitter:
+        first = submitter.submit(submit, "capture")
+        [victim] = wait_for(partial(third, "extract.capture"), START_S)
+        wait_for(partial(captured, ids), START_S)
+        os.kill(victim, signal.SIGKILL)
+        assert "3 of 4 tasks done, 1 failed" in first.result()[-1], first.result()
+    assert 0 < captured(ids) < len(ids)
+    resume(cluster, recipe, "extract.sbatch", tree=tree)
+    assert captured(data["input_ids"][:]) == 200
+    assert not list((tmp_path / "store").rglob("*manifest*"))
+
+
+def test_evaluation(cluster, finished, tiny_verifier, tmp_path, tree):
+    """A task for each draft, here one."""
+    prompts, draft = tmp_path / "prompts.jsonl", finished / "checkpoints" / f"step_{STEPS:08d}"
+    prompts.write_text("".join(json.dumps({"id": f"p{index}", "turns": [f"What is {index}?"]}) + "\n" for index in range(3)))
+    sections = {"launch": {"slurm": {"mem": 2000}, "minutes": 5, "grace_s": 5}, "evaluate": {"sets": [str(prompts)], "max_tokens": 16}}
+    recipe = write_recipe(tmp_path, tiny_verifier("llama"), sections)
+    out = submit_stage(cluster, recipe, "--stage", "evaluate", "--follow", "--", str(draft), tree=tree)
+    assert "1 of 1 tasks done, 0 failed" in out, out
+    assert "tokens_per_forward" in (tmp_path / "run" / "evaluate" / draft.name / "report.json").read_text()
 
 
 def test_extractors_of_their_own_come_and_go(cluster, data, tiny_verifier, tmp_path, tree):
