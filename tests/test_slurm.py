@@ -298,14 +298,17 @@ def test_preparation_and_capture_as_arrays(cluster, tiny_verifier, tmp_path, tre
     assert not list((tmp_path / "store").rglob("*manifest*"))
 
 
-def test_evaluation(cluster, finished, tiny_verifier, tmp_path, tree):
-    """A task for each draft, here one."""
+def test_rollout_and_evaluation(cluster, finished, tiny_verifier, tmp_path, tree):
+    """A task for each file of prompts, then one for each draft, on their answers."""
     prompts, draft = tmp_path / "prompts.jsonl", finished / "checkpoints" / f"step_{STEPS:08d}"
     prompts.write_text("".join(json.dumps({"id": f"p{index}", "turns": [f"What is {index}?"]}) + "\n" for index in range(3)))
-    sections = {"launch": {"slurm": {"mem": 2000}, "minutes": 5, "grace_s": 5}, "evaluate": {"sets": [str(prompts)], "max_tokens": 16}}
+    answers = tmp_path / "run" / "rollouts" / prompts.name
+    sections = {"launch": {"slurm": {"mem": 2000}, "minutes": 5, "grace_s": 5}, "evaluate": {"sets": [str(answers)], "max_tokens": 16}}
     recipe = write_recipe(tmp_path, tiny_verifier("llama"), sections)
-    out = submit_stage(cluster, recipe, "--stage", "evaluate", "--follow", "--", str(draft), tree=tree)
-    assert "1 of 1 tasks done, 0 failed" in out, out
+    for stage, argument in (("rollout", prompts), ("evaluate", draft)):
+        out = submit_stage(cluster, recipe, "--stage", stage, "--follow", "--", str(argument), tree=tree)
+        assert "1 of 1 tasks done, 0 failed" in out, out
+    assert len(answers.read_text().splitlines()) == 3
     assert "tokens_per_forward" in (tmp_path / "run" / "evaluate" / draft.name / "report.json").read_text()
 
 
