@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -20,12 +21,14 @@ import torch
 from drafts import recipe, save_checkpoint
 from in_process import InProcessPool, save_data
 from safetensors.torch import load_file
+from scipy.stats import kstest
 from tiny import MASK, ROOT, python_environment
 
 from configs.schema import Evaluate, Pool, Train
 from extract.hf import HFVerifier
 from train import decode, loop
 from train.checkpoint import latest, load_draft
+from train.evaluate import evaluate
 from train.export import export, main
 from train.formats import format_of
 from train.verifier import FrozenVerifier
@@ -35,6 +38,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
 ]
 PROMPTS, TOKENS = 4, 32
+DRAWS, TEMPERATURE = 30, 0.3  # of answers that are drawn: a second each, interpreted
 FLAGS = {
     "dtype": "float32",
     "max-model-len": 128,
@@ -75,15 +79,16 @@ def trained(tiny_verifier, tmp_path_factory):
 
 
 @contextmanager
-def serving(verifier: str, folder: Path, record: Path):
+def serving(verifier: str, folder: Path, record: Path, **speculative):
     """The URL of a vLLM that serves verifier and draft."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     block_size = json.loads((folder / "config.json").read_text())["block_size"]
-    speculative = json.dumps({"method": "dspark", "model": str(folder), "num_speculative_tokens": block_size})
+    speculative = {"method": "dspark", "model": str(folder), "num_speculative_tokens": block_size, **speculative}
     command = [sys.executable, "-m", "slurm.role", "--grace", "10", "--", sys.executable]  # nothing outlives the test
     command += ["-m", "vllm.entrypoints.openai.api_server", "--model", verifier, "--port", str(port)]
-    command += ["--enforce-eager", "--no-enable-prefix-caching", "--disable-hybrid-kv-cache-manager", "--speculative-config", speculative]
+    command += ["--enforce-eager", "--no-enable-prefix-caching", "--disable-hybrid-kv-cache-manager"]
+    command += ["--speculative-config", json.dumps(speculative)]
     command += [text for name, value in FLAGS.items() for text in (f"--{name}", str(value))]
     env = python_environment() | {
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "interpreted"))),
@@ -154,6 +159,49 @@ def same_blocks(engine: list[dict], ours: list[dict]) -> float:
     return sum(block in theirs for block, theirs in pairs) / len(pairs)
 
 
+def draws_of_engine(url: str, verifier: str, prompt: list[int]) -> list[tuple[int, int]]:
+    """The first two tokens of DRAWS answers: one is drawn after the prefill, one by verification of drafts."""
+    body = {"model": verifier, "prompt": prompt, "max_tokens": 2, "temperature": TEMPERATURE, "return_token_ids": True}
+    with httpx.Client(timeout=600, trust_env=False) as client:
+        answers = [client.post(f"{url}/v1/completions", json=body | {"seed": seed}).raise_for_status().json() for seed in range(DRAWS)]
+    return [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
+
+
+def chance(draws: list[tuple[int, int]], config, prompt: list[int]) -> float:
+    """The p-value of such draws if both tokens are the verifier's. Where a drawn token lies among all, the likeliest first, is
+    uniform then (a random place within its own share), so Kolmogorov and Smirnov can say, however flat the distribution is."""
+    verifier, random = HFVerifier(config.verifier.path, "float32", config.draft.taps), np.random.default_rng(0)
+
+    @cache
+    def places(ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        q = (verifier.model(torch.tensor([ids])).logits[0, -1].double() / TEMPERATURE).softmax(-1).detach().numpy()
+        order = np.argsort(-q)
+        before = np.empty_like(q)
+        before[order] = q[order].cumsum() - q[order]
+        return before, q
+
+    def place(ids: tuple[int, ...], token: int) -> float:
+        before, q = places(ids)
+        return before[token] + random.random() * q[token]
+
+    uniform = [place(ids, token) for first, second in draws for ids, token in (((*prompt,), first), ((*prompt, first), second))]
+    return kstest(uniform, "uniform").pvalue
+
+
+def assert_reports_agree(url: str, config, rollouts: list[dict], checkpoint: Path, folder: Path) -> None:
+    """`train.evaluate` with this engine: greedy, equal answer by answer; drawn, within the stated error."""
+    rows = [row | {"id": f"p-{row['id']}{turn}"} for turn in range(2) for row in rollouts]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    greedy = config.evaluate.model_copy(update={"engine": url})
+    sampling = {"sets": (str(folder / "prompts.jsonl"),), "rule": "standard", "temperature": TEMPERATURE, "max_tokens": 12}
+    drawn = greedy.model_copy(update=sampling)
+    reports = [evaluate(config.model_copy(update={"evaluate": settings}), checkpoint) for settings in (greedy, drawn)]
+    for theirs, ours in zip(*(reports[0]["records"][name] for name in ("engine", "closed_loop")), strict=True):
+        assert theirs["sums"] == {key: ours["sums"][key] for key in theirs["sums"]}
+    print([report["engine_agreement"] for report in reports])
+    assert all(report["engine_agreement"]["agree"] and report["agreement"]["agree"] for report in reports)
+
+
 @pytest.mark.parametrize("kind", ["full", "sliding", "reduced"])
 def test_vllm_drafts_what_we_draft(trained, tmp_path, monkeypatch, capsys, kind):
     config, rollouts, checkpoint, folder = trained(kind)
@@ -161,13 +209,19 @@ def test_vllm_drafts_what_we_draft(trained, tmp_path, monkeypatch, capsys, kind)
     ours = blocks_of_closed_loop(config, folder, prompts)
     accepted = [count for result in ours for count in result["accepted"]]
     assert 0.5 < sum(accepted) / len(accepted) < 5.5  # else equal counts would say little
-    with serving(config.verifier.path, folder, tmp_path / "drafts.jsonl") as url:
+    drawn = {"draft_sample_method": "probabilistic"} if kind == "full" else {}  # which greedy requests do not notice
+    with serving(config.verifier.path, folder, tmp_path / "drafts.jsonl", **drawn) as url:
         engine = blocks_of_engine(url, config.verifier.path, prompts, tmp_path / "drafts.jsonl")
         assert [result["response"] for result in engine] == [result["response"] for result in ours]
         assert same_blocks(engine, ours) == 1
         monkeypatch.setattr(sys, "argv", ["export", str(checkpoint), "--check", str(folder), "--engine", url])
         main()
-    line = capsys.readouterr().out.splitlines()[-1]
+        line = capsys.readouterr().out.splitlines()[-1]
+        if drawn:
+            p_value = chance(draws_of_engine(url, config.verifier.path, prompts[0]), config, prompts[0])
+            print(p_value)
+            assert p_value > 1e-3
+            assert_reports_agree(url, config, rollouts, checkpoint, tmp_path)
     counts = [len(accepted), *(sum(count > slot for count in accepted) for slot in range(6))]
     assert line == f"drafts, and accepted by position: {counts} in the engine, {counts} in the closed loop ({PROMPTS} prompts)"
 
