@@ -16,7 +16,8 @@ from pathlib import Path
 
 from datasets import Dataset, load_from_disk
 
-from configs.schema import Config, config_argument, parse
+from configs.load import config_argument, parse
+from configs.schema import Config
 from extract.captured import RECORD, Captured
 from extract.command import Progress, shard
 from extract.obtain import NoStates, StateSource

@@ -18,7 +18,8 @@ import time
 import uuid
 from typing import Any
 
-from configs.schema import Config, ConfigError
+from configs.load import ConfigError
+from configs.schema import Config
 from extract import k3_capture
 from store.contract import StateContract
 from store.verifier import fingerprint, text_config

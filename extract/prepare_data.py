@@ -20,7 +20,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from configs.schema import Config, config_argument, parse
+from configs.load import config_argument, parse
+from configs.schema import Config
 from extract.command import Progress, shard
 from extract.conversations import Dropped
 from extract.merge import VALIDATION, merge

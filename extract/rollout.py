@@ -24,7 +24,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.schema import Config, config_argument, parse
+from configs.load import config_argument, parse
+from configs.schema import Config
 from extract.command import Progress
 from extract.obtain import OF_THE_SAMPLE, StateSource
 from extract.pool import ExtractionError, Pool

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from configs.schema import Config, config_argument, parse
+from configs.load import config_argument, parse
+from configs.schema import Config
 from store.objects import StoreError
 
 

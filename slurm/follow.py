@@ -14,7 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-from configs.schema import Config, config_argument, parse
+from configs.load import config_argument, parse
+from configs.schema import Config
 
 OVER = {"done", "failed", "stopped"}
 LOOK_S = 1.0

@@ -24,7 +24,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs.schema import Config, config_argument, parse
+from configs.load import config_argument, parse
+from configs.schema import Config
 from slurm import plan
 from slurm.follow import OVER, read_status, write_status
 from slurm.nodes import NodeError, allocation, lost, requeue

@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 
-from configs.schema import config_argument, parse
+from configs.load import config_argument, parse
 from slurm.sizes import Facts, parts_of, size_of
 from store.verifier import VerifierError
 

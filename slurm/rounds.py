@@ -16,7 +16,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from configs.schema import Config, ConfigError, config_argument, parse
+from configs.load import ConfigError, config_argument, parse
+from configs.schema import Config
 from slurm.processes import say
 from slurm.role import die_with_parent
 

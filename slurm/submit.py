@@ -25,7 +25,8 @@ from pathlib import Path
 import submitit
 from submitit.core.utils import pickle_load
 
-from configs.schema import Config, config_argument, parse
+from configs.load import config_argument, parse
+from configs.schema import Config
 from slurm.follow import follow, write_status
 from slurm.roles import environment
 

@@ -23,7 +23,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from configs.schema import Config, Mooncake, config_argument, parse
+from configs.load import config_argument, parse
+from configs.schema import Config, Mooncake
 from store.files import write
 from store.master_http import REGISTRATION, ask, metrics, silence
 from store.mooncake import connect

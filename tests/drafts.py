@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tiny import write_recipe
 
-from configs.schema import load
+from configs.load import load
 from train import checkpoint
 from train.contract import DraftContract
 from train.draft import Draft

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from configs.schema import load
+from configs.load import load
 
 HARM = {2: "cut", 5: "overwritten", 8: "nan_sent", 11: "nan_made", 14: "lost", 17: "full"}  # by number of the sample in its rank
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import yaml
 from processes import Tree, wait_for
 
-from configs.schema import Config, load
+from configs.load import load
+from configs.schema import Config
 from store.contract import StateContract
 from store.master_http import REGISTRATION
 from store.mooncake import MooncakeStore
@@ -23,7 +24,7 @@ SLACK_S = 8.0  # of a busy machine; Mooncake's own patience would be 30 s and mo
 # Follows commands from stdin, one a line, and answers each with one line: what it returned or raised.
 PRODUCER = """
 import sys
-from configs.schema import load
+from configs.load import load
 from mooncake_lab import CONTRACT, made
 from store.objects import open_store
 

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 from tiny import write_recipe
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from configs.schema import load
+from configs.load import load
 from extract.hf import HFVerifier
 from train.acceptance import survival, verify
 from train.contract import DraftContract

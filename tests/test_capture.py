@@ -9,7 +9,8 @@ from datasets import load_from_disk
 from in_process import InProcessPool, save_data
 from tiny import write_recipe
 
-from configs.schema import Config, load
+from configs.load import load
+from configs.schema import Config
 from extract import capture
 from extract.captured import RECORD, Captured
 from extract.hf import HFVerifier

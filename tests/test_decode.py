@@ -8,7 +8,7 @@ import torch
 from in_process import greedy
 from tiny import write_recipe
 
-from configs.schema import load
+from configs.load import load
 from extract.hf import HFVerifier
 from train.bigram import bigram_accepted, bigram_counts, bigram_factors, follower_table
 from train.contract import DraftContract

@@ -7,7 +7,8 @@ import pytest
 import torch
 from drafts import KINDS, random_draft, recipe
 
-from configs.schema import ConfigError, Loss, Yarn
+from configs.load import ConfigError
+from configs.schema import Loss, Yarn
 from train.batch import Batch, Sample, lay_out
 from train.contract import DraftContract
 from train.decode import DraftCache

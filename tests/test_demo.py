@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.schema import load
+from configs.load import load
 from train.compare import compare
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,7 +12,7 @@ from datasets import Dataset
 from in_process import InProcessPool, greedy
 from tiny import write_recipe
 
-from configs.schema import load
+from configs.load import load
 from extract.hf import HFVerifier
 from extract.render import load_tokenizer, prompt_ids, template_hash
 from store.contract import DataContract

@@ -15,7 +15,7 @@ from in_process import InProcessPool, save_data
 from scipy.special import expit, logit
 from tiny import write_recipe
 
-from configs.schema import load
+from configs.load import load
 from extract.hf import HFVerifier
 from train import counters, evaluate, sets
 from train.card import model_card

@@ -15,7 +15,8 @@ from in_process import InProcessPool, save_data
 from safetensors.torch import load_file, save_file
 from tiny import ROOT, python_environment
 
-from configs.schema import Pool, Train, load
+from configs.load import load
+from configs.schema import Pool, Train
 from extract.hf import HFVerifier
 from store.contract import ContractMismatch
 from train import loop

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tiny import POISON, VOCAB, python_environment, start_extractor, write_recipe
 
-from configs.schema import load
+from configs.load import load
 from extract.engine_transformers import Ask, TransformersEngine
 from extract.hf import HFVerifier
 from extract.obtain import NoStates, StateSource

@@ -25,7 +25,8 @@ from mooncake_lab import DEADLINE_S, ORPHAN_S, RELEASE_S, SLACK_S
 from processes import Tree, wait_for
 from tiny import POISON, ROOT, VLLM, write_recipe
 
-from configs.schema import Config, load
+from configs.load import load
+from configs.schema import Config
 from store.contract import DataContract
 from store.master_http import REGISTRATION
 from train import loop

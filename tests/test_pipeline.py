@@ -10,7 +10,7 @@ import pytest
 from datasets import load_from_disk
 from tiny import RunningExtractor, start_extractor, stop_extractor, write_recipe
 
-from configs.schema import load
+from configs.load import load
 from extract import capture, prepare_data, rollout
 from train import loop
 

@@ -12,7 +12,7 @@ import torch
 from in_process import InProcessPool, save_data
 from tiny import python_environment, write_recipe
 
-from configs.schema import load
+from configs.load import load
 from extract.hf import HFVerifier
 from slurm import sizes
 from slurm.plan import main, report, warnings

@@ -11,7 +11,7 @@ import pytest
 from processes import wait_for
 from tiny import write_recipe
 
-from configs.schema import load
+from configs.load import load
 from extract.pool import ExtractionError, Pool
 
 

@@ -18,7 +18,7 @@ from families import make_verifier
 from tiny import python_environment, write_recipe
 
 import extract.rows
-from configs.schema import load
+from configs.load import load
 from extract.conversations import Dropped
 from extract.merge import draft_vocabulary
 from extract.parts import fitting

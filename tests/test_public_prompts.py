@@ -11,7 +11,7 @@ import pytest
 import torch
 from drafts import random_draft
 
-from configs.schema import load
+from configs.load import load
 from extract.hf import HFVerifier
 from extract.render import load_tokenizer, prompt_ids
 from train.bigram import bigram_counts, bigram_factors

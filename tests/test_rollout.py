@@ -10,7 +10,8 @@ import pytest
 from families import FAMILIES, make_verifier
 from tiny import write_recipe
 
-from configs.schema import Verifier, load
+from configs.load import load
+from configs.schema import Verifier
 from extract.pool import ExtractionError, Pool
 from extract.render import assistant_message, between_ids, load_tokenizer, prompt_ids, render
 from extract.rollout import RolloutError, main, read_prompts, rollout

@@ -8,7 +8,7 @@ import pytest
 from processes import end_of, wait_for
 from tiny import write_recipe
 
-from configs.schema import ConfigError, load
+from configs.load import ConfigError, load
 from train.batch import end_step, place, total_steps
 
 PROMPTS = 6

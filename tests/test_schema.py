@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny import write_recipe
 
-from configs.schema import ConfigError, load
+from configs.load import ConfigError, load
 from store.contract import ContractMismatch, DataContract
 from store.verifier import VerifierError, text_config
 

@@ -17,7 +17,8 @@ from in_process import InProcessPool, greedy, save_data
 from safetensors.torch import load_file
 from tiny import ROOT, write_recipe
 
-from configs.schema import Config, load
+from configs.load import load
+from configs.schema import Config
 from extract.hf import HFVerifier
 from extract.obtain import NoStates
 from extract.pool import ExtractionError

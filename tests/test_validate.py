@@ -11,7 +11,7 @@ from in_process import InProcessPool, save_data
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import write_recipe
 
-from configs.schema import load
+from configs.load import load
 from extract.hf import HFVerifier
 from train import loop
 from train.checkpoint import load_draft

@@ -13,7 +13,7 @@ import torch
 from test_extractor_conformance import HIDDEN, tokens
 from tiny import ROOT, VLLM, write_recipe
 
-from configs.schema import ConfigError, load
+from configs.load import ConfigError, load
 from extract.engine_vllm import command_line
 from extract.hf import HFVerifier
 from extract.obtain import StateSource

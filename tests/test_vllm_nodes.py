@@ -18,7 +18,7 @@ import torch
 from test_extractor_conformance import HIDDEN, tokens
 from tiny import VLLM, python_environment, write_recipe
 
-from configs.schema import load
+from configs.load import load
 from extract.hf import HFVerifier
 from extract.pool import ExtractionError, Pool
 from store.objects import open_store

@@ -16,7 +16,8 @@ import yaml
 from families import make_verifier
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from configs.schema import Config, load
+from configs.load import load
+from configs.schema import Config
 
 ROOT = Path(__file__).parents[1]
 VOCAB = 1024  # the tokenizer knows a few less

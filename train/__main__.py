@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from configs.schema import config_argument, parse
+from configs.load import config_argument, parse
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ import sys
 
 from datasets import load_from_disk
 
-from configs.schema import Config, ConfigError, config_argument, parse
+from configs.load import ConfigError, config_argument, parse
+from configs.schema import Config
 from extract.hf import HFVerifier
 from store.cache import DurableCache
 from store.contract import StateContract

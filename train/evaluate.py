@@ -18,7 +18,8 @@ import torch
 from datasets import load_from_disk
 from torch import Tensor
 
-from configs.schema import Config, config_argument, parse
+from configs.load import config_argument, parse
+from configs.schema import Config
 from extract.hf import HFVerifier
 from extract.obtain import NoStates, StateSource
 from extract.pool import Pool

@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 import torch  # noqa: E402
 from datasets import load_from_disk  # noqa: E402
 
-from configs.schema import config_argument, parse  # noqa: E402
+from configs.load import config_argument, parse  # noqa: E402
 from extract.hf import HFVerifier  # noqa: E402
 from store.codec import decode_, encode, landing  # noqa: E402
 from store.record import record_bytes  # noqa: E402

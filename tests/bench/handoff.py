@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from mooncake_lab import Lab  # noqa: E402
 from processes import Tree  # noqa: E402
 
-from configs.schema import load  # noqa: E402
+from configs.load import load  # noqa: E402
 from store.contract import StateContract  # noqa: E402
 from store.master_http import find_master  # noqa: E402
 from store.mooncake import MooncakeStore, connect  # noqa: E402

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from families import make_verifier  # noqa: E402
 from tiny import python_environment, write_recipe  # noqa: E402
 
-from configs.schema import load  # noqa: E402
+from configs.load import load  # noqa: E402
 from extract.conversations import read_row  # noqa: E402
 from extract.parts import Maker  # noqa: E402
 from extract.render import render  # noqa: E402
