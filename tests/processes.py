@@ -65,6 +65,12 @@ def wait_for(what, seconds: float = 20):
     return answer
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP, once it has come to every thread: on a busy machine some go on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: all(") T" in stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")))
+
+
 def end_of(process: subprocess.Popen, seconds: float = 20) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from mooncake_lab import CONTRACT, DEADLINE_S, ORPHAN_S, RELEASE_S, SLACK_S, Lab, empty, made, within
-from processes import Tree, wait_for
+from processes import Tree, stop, wait_for
 
 from store import master_http
 from store.master_http import REGISTRATION
@@ -249,7 +249,7 @@ def test_stopped_producer_and_no_byte_afterwards(store, producer):
     store.register(out)
     began = time.monotonic()
     producer.do("put", "stop/1", size, 1)
-    os.kill(producer.pid, signal.SIGSTOP)
+    stop(producer.pid)
     try:
         error = within(DEADLINE_S + 0.5, store.read_into, "stop/1", out)
         assert isinstance(error, Lost), error
@@ -295,7 +295,7 @@ def test_orphans_are_swept(store, long_lived):
 def test_stopped_master(lab, store, long_lived):
     store.put("m", block(1000))
     for call, *arguments in ((store.put, "n", block(10)), (store.remove, ["n"])):
-        os.kill(lab.master_pid(), signal.SIGSTOP)
+        stop(lab.master_pid())
         try:
             assert isinstance(within(2 * DEADLINE_S, call, *arguments), Gone)
         finally:
@@ -343,7 +343,7 @@ def test_a_master_that_hangs_is_ended(tmp_path):
     tree = Tree()
     lab = Lab(tmp_path, tree)
     lab.start_master()
-    os.kill(lab.master_pid(), signal.SIGSTOP)
+    stop(lab.master_pid())
     assert lab.master.wait(4 * DEADLINE_S + 60) == 1 and "mooncake_master has not answered for" in lab.log.read_text()
     tree.assert_gone()
 
