@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from configs.schema import Config
-from slurm.nodes import Node, NodeError, allocation, step, survey
+from slurm.nodes import Node, NodeError, allocation, free_port, step, survey
 from slurm.processes import Role
 from slurm.role import NODE
 from store.master_http import REGISTRATION, silence
@@ -68,16 +68,15 @@ def extractor(config: Config, arguments: list[str], name: str, nodes: list[Node]
 
 
 def trainers(config: Config, arguments: list[str], nodes: list[Node]) -> Role:
-    """One torchrun on each node, together one role."""
-    where = ["--standalone", "--local-addr", "127.0.0.1"]
-    if len(nodes) > 1:
-        address, port = nodes[0].address, str(nodes[0].port)
-        where = ["--nnodes", str(len(nodes)), "--node-rank", NODE, "--master-addr", address, "--master-port", port]
-    torchrun = [_python(config.python.train), "-m", "torch.distributed.run", *where, "--nproc-per-node", str(config.launch.trainers)]
+    """All ranks, together one role. They find each other as those of torchrun do, which would import torch once more on each node."""
+    launch = config.launch
+    address, port = (nodes[0].address, nodes[0].port) if nodes else ("127.0.0.1", free_port("127.0.0.1"))
     env = environment(config.train.threads, nodes)
+    env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(launch.trainers * max(1, len(nodes)))}
     if not nodes:
-        env |= _devices(config, config.launch.extractors * config.extract.tensor_parallel)
-    return _placed(Role("trainers", [*torchrun, "-m", "train", *arguments], env, restarts=config.launch.restarts.trainer, echo=True), nodes)
+        env |= _devices(config, launch.extractors * config.extract.tensor_parallel)
+    command = [_python(config.python.train), "-m", "train", *arguments]
+    return _placed(Role("trainers", command, env, restarts=launch.restarts.trainer, ranks=launch.trainers, echo=True), nodes)
 
 
 def joining(config: Config, arguments: list[str]) -> list[Role]:
