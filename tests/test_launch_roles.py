@@ -52,7 +52,11 @@ def test_good_launch(launch, recipe):
     stale.write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
     status, out, err = end_of(launch("train.max_steps=2"), seconds=300)
     assert status == 0, err
-    assert (recipe.parent / "run" / "checkpoints" / "latest").exists(), out
+    assert (recipe.parent / "run" / "checkpoints" / "latest").read_text() == "step_00000002", out
+    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train"]
+    status, out, err = end_of(launch("--", *torchrun, recipe, "train.max_steps=4"), seconds=300)  # the ranks that users start
+    assert status == 0, err
+    assert (recipe.parent / "run" / "checkpoints" / "latest").read_text() == "step_00000004", out
 
 
 @pytest.mark.parametrize("victim", ["extractor", "rank"])
