@@ -23,8 +23,10 @@ from safetensors.torch import load_file
 from slurm_cluster import SLURMD, Cluster, missing
 from tiny import ROOT, VLLM, write_recipe
 
+from configs.load import load
 from extract.captured import RECORD, Captured
 from extract.prepare_data import main as prepare_data
+from slurm.sizes import Facts
 from store.cache import DurableCache
 from store.local import LOCK
 
@@ -156,6 +158,10 @@ def test_two_good_runs_at_once(submit, finished):
     logs = (second.run / "logs" / "extractor-1.log").read_text()
     assert "http://10.78.0." in logs and "extractor-1 is ready" in second.log()
     assert "0: " in (first.run / "logs" / "trainers.log").read_text()
+    records, plan = [json.loads(line) for line in (first.run / "metrics.jsonl").read_text().splitlines()], Facts(load(first.recipe))
+    fetched = sum(record["store"]["fetched_bytes"] for record in records)  # by the first of two ranks
+    assert 2 * fetched == pytest.approx(sum(record["tokens"] for record in records) * plan.stored_token, rel=0.1)
+    assert 0 < max(record["store"]["bytes"] for record in records) <= plan.peak
     shutil.copytree(first.run / "checkpoints", finished / "checkpoints")
 
 
