@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slurm.role import die_with_parent
 
-TAIL_LINES = 40
+TAIL_LINES = 80
 TAIL_BYTES = 32 << 10
 STOP_SLACK_S = 5.0  # beyond the grace that each wrapper gives its command
 ON_TERMINAL = sys.stderr.isatty()
