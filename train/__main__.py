@@ -34,6 +34,7 @@ def main() -> None:
         from train.loop import train
 
         train(config, args.from_draft, stop=lambda: bool(heard))
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # while Python ends, a handler would be the default one again: death
     except (ContractMismatch, NoStates, FormatError, VerifierError, FileNotFoundError) as error:
         sys.exit(f"train: {error}")
 
