@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
+from configs.command import PlainError
 from configs.schema import Config
 from extract.pool import HOPELESS, ExtractionError, Pool
 from store.cache import DurableCache
@@ -30,7 +31,7 @@ OF_THE_SAMPLE = HOPELESS | {"non_finite"}  # causes that cost the sample and not
 MANIFEST_BYTES = 4096, 12  # of a sample, and of each of its token ids, at most
 
 
-class NoStates(RuntimeError):
+class NoStates(PlainError):
     """States cannot be had any more; the message says why."""
 
 

@@ -20,18 +20,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from configs.command import command
 from configs.load import config_argument, parse
 from configs.schema import Config
 from extract.command import Progress, shard
 from extract.conversations import Dropped
 from extract.merge import VALIDATION, merge
 from extract.parts import Maker, make_parts
-from extract.render import RenderError, template_hash, tokenizer_hash
+from extract.render import template_hash, tokenizer_hash
 from extract.report import show, write_report
 from extract.rows import DataError, Source, chunks
 from store.contract import ContractMismatch, DataContract, require_same
 from store.files import write
-from store.verifier import VerifierError
 
 CONTRACT = "data_contract.json"
 RECORD = "prepared.json"  # sources, and the files that this tool wrote: those alone it removes
@@ -148,7 +148,8 @@ def print_rows(config: Config, sources: list[Source], number: int) -> None:
                 return
 
 
-def main(argv: list[str] | None = None) -> int:
+@command("prepare_data")
+def main(argv: list[str] | None = None) -> int | None:
     parser = argparse.ArgumentParser(prog="prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     config_argument(parser)
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE[@WEIGHT]", help="conversations or rollouts")
@@ -164,13 +165,9 @@ def main(argv: list[str] | None = None) -> int:
             print_rows(config, sources, args.show)
         else:
             print(f"{output}: {prepare(config, sources, output, args.shard, args.overwrite)}")
-    except (ContractMismatch, DataError, OSError, RenderError, VerifierError) as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("prepare_data: stopped; run again to go on", file=sys.stderr)
         return 130
-    return 0
 
 
 def _count(text: str) -> int:

@@ -24,6 +24,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.command import PlainError, command
 from configs.load import config_argument, parse
 from configs.schema import Config
 from extract.command import Progress
@@ -31,13 +32,11 @@ from extract.obtain import OF_THE_SAMPLE, StateSource
 from extract.pool import ExtractionError, Pool
 from extract.render import RenderError, assistant_message, between_ids, load_tokenizer, prompt_ids, template_hash, tokenizer_hash
 from store.files import write
-from store.objects import StoreError
-from store.verifier import VerifierError
 
 SAMPLING = {"temperature", "top_p", "top_k"}  # keys of `rollout` that go with each request, beside a seed
 
 
-class RolloutError(Exception):
+class RolloutError(PlainError):
     """Rollouts that cannot begin or go on; the message is one line."""
 
 
@@ -255,6 +254,7 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
     return counts
 
 
+@command("extract.rollout")
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="extract.rollout", description=__doc__.splitlines()[0])
     config_argument(parser)
@@ -264,9 +264,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prompts = read_prompts(args.prompts)
         counts = rollout(config, prompts, args.output, load_tokenizer(config.verifier), Pool(config))
-    except (ExtractionError, OSError, RenderError, RolloutError, StoreError, VerifierError) as error:
-        print(f"extract.rollout: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print(f"\nextract.rollout: interrupted; the same command goes on where {args.output} ends", file=sys.stderr)
         return 130
