@@ -10,7 +10,6 @@ prompts lie in DIR/validation and as rollouts in DIR/held_out.jsonl. A run that 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
@@ -31,7 +30,7 @@ from extract.render import template_hash, tokenizer_hash
 from extract.report import show, write_report
 from extract.rows import DataError, Source, chunks
 from store.contract import ContractMismatch, DataContract, require_same
-from store.files import write
+from store.files import try_lock, write
 
 CONTRACT = "data_contract.json"
 RECORD = "prepared.json"  # sources, and the files that this tool wrote: those alone it removes
@@ -64,10 +63,8 @@ def prepare(config: Config, sources: list[Source], output: Path, shard: tuple[in
     if shard[1] > 1:
         return f"shard {shard[0]}/{shard[1]} is done; run without --shard when all are"
     with (work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{output} is being put together by another process") from None
+        if not try_lock(lock):
+            raise DataError(f"{output} is being put together by another process")
         result = work / "result"
         shutil.rmtree(result, ignore_errors=True)  # of a run that was killed here
         result.mkdir()
