@@ -161,18 +161,19 @@ class StateSource:
         Raises ExtractionError, StoreError.
         """
         name, size = f"{self.run}/{self.rank}/{number}", MANIFEST_BYTES[0] + tokens * (self._row_bytes() + MANIFEST_BYTES[1])
+        manifest = None
         with self._timed("room_s"):
             self.gate.acquire(size)
         try:
             with self._timed("make_s"):
                 token_ids, out = ask(name)
             with self._timed("fetch_s"):
-                fetch(self.store, name, self.contract, token_ids, out)
+                manifest = fetch(self.store, name, self.contract, token_ids, out)
             self.meter["fetched_bytes"] += out.nbytes
             return token_ids, out
         finally:
             try:
-                discard(self.store, name)
+                discard(self.store, name, manifest)
             except Gone:  # it has lost its consumer, and the store sweeps such
                 self.retries["left_behind"] += 1
             self.gate.release(size)

@@ -174,9 +174,11 @@ def _read_manifest(store: ObjectStore, name: str) -> Manifest:
     raise Torn(f"{name}: the manifest cannot be read")
 
 
-def discard(store: ObjectStore, name: str) -> None:
-    """Remove a sample, finished or not: the manifest first, so that nobody finds half of it. Raises Gone."""
-    store.remove([f"{name}/manifest", *(f"{name}/{part}" for part in range(MAX_PARTS))])
+def discard(store: ObjectStore, name: str, manifest: Manifest | None = None) -> None:
+    """Remove a sample, finished or not: the manifest first, so that nobody finds half of it. Who has its manifest knows what else
+    there is. Raises Gone."""
+    parts = [piece.object for piece in manifest.slices] if manifest else [f"{name}/{part}" for part in range(MAX_PARTS)]
+    store.remove([f"{name}/manifest", *parts])
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

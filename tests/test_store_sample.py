@@ -45,7 +45,7 @@ def test_states_land_in_a_view_of_the_packed_batch(store):
     manifest = fetch(store, NAME, contract(), TOKENS, batch[2:8])
     assert torch.equal(batch[2:8], made) and (batch[:2] == 9).all() and (batch[8:] == 9).all()
     assert manifest.rows_shape == (3, 4) and manifest.token_ids == TOKENS and len(manifest.slices) == 3
-    discard(store, NAME)
+    discard(store, NAME, manifest)
     assert store.usage().keys == 0
 
 
