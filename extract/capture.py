@@ -14,17 +14,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 
+from configs.command import command
 from configs.load import config_argument, parse
 from configs.schema import Config
 from extract.captured import RECORD, Captured
 from extract.command import Progress, shard
-from extract.obtain import NoStates, StateSource
-from extract.pool import ExtractionError, Pool
+from extract.obtain import StateSource
+from extract.pool import Pool
 from store.contract import ContractMismatch, require_same
 from store.dataset import Dataset
 from store.files import write
-from store.objects import StoreError
-from store.verifier import VerifierError
 
 GREEDY = 64  # tokens that a handshake wants
 
@@ -124,18 +123,14 @@ class Captures(Progress):
         return f"{self.tokens * self.token_bytes / 1e9:.3f} GB, {self.tokens:,} tokens, {self.tokens / self.seconds():,.0f} tok/s"
 
 
-def main(argv: list[str] | None = None) -> int:
+@command("extract.capture", ValueError)
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="extract.capture", description=__doc__.splitlines()[0])
     config_argument(parser)
     parser.add_argument("--data", type=Path, metavar="DIR", help="data set of extract.prepare_data (default: data.path)")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="i/n", help="only every n-th row, from row i on")
     args, config = parse(parser, argv)
-    try:
-        print(capture(config, args.data or config.data.path, *args.shard))
-    except (ContractMismatch, ExtractionError, FileNotFoundError, NoStates, StoreError, ValueError, VerifierError) as error:
-        print(f"extract.capture: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+    print(capture(config, args.data or config.data.path, *args.shard))
 
 
 if __name__ == "__main__":

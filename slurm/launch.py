@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from configs.command import PlainError
 from configs.load import config_argument, parse
 from configs.schema import Config
 from slurm import plan
@@ -37,7 +38,7 @@ from store.objects import StoreError
 JOIN_S = 2.0
 
 
-class Refused(Exception):
+class Refused(PlainError):
     """The run's folder cannot be had for this launch; the message is one line."""
 
 

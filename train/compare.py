@@ -10,6 +10,7 @@ import argparse
 import sys
 from itertools import islice
 
+from configs.command import command
 from configs.load import ConfigError, config_argument, parse
 from configs.schema import Config
 from extract.hf import HFVerifier
@@ -47,16 +48,14 @@ def compare(config: Config, rows: int) -> str:
     )
 
 
+@command("train.compare", ValueError)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="train.compare", description=__doc__.splitlines()[0])
     config_argument(parser)
     parser.add_argument("--rows", type=int, default=32, metavar="N", help="of the data set (default: %(default)s)")
     args, config = parse(parser)
-    try:
-        print(compare(config, args.rows))
-    except (ConfigError, OSError, ValueError) as error:
-        sys.exit(f"train.compare: {error}")
+    print(compare(config, args.rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
