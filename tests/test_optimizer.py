@@ -1,4 +1,4 @@
-"""Newton-Schulz on the eigenvalues of the Gram matrix is the iteration that it stands for."""
+"""Newton-Schulz on the Gram matrix is the iteration that it stands for."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ class Draft(nn.Module):
 
     def feature(self, taps: Tensor) -> Tensor:
         """taps [D, T, m * H], ascending → what feeds every layer's context keys and values, without that layer's input norm."""
-        return self.hidden_norm(F.linear(taps, self.fc.weight / self.tap_scale))
+        weight = self.fc.weight / self.tap_scale
+        return self.hidden_norm(F.linear(taps.to(weight.dtype), weight))
 
     def context(self, taps: Tensor, positions: Tensor) -> Context:
         """taps [D, T, m * H]; positions [D, T] in the document."""
