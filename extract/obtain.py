@@ -13,11 +13,14 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from configs.command import PlainError
 from configs.schema import Config
+from configs.schema import Pool as PoolSettings
 from extract.pool import HOPELESS, ExtractionError, Pool
 from store.cache import DurableCache
 from store.contract import StateContract
@@ -25,13 +28,34 @@ from store.objects import Full, Gone, StoreError, open_store, run_prefix
 from store.sample import discard, fetch
 from store.verifier import text_config
 
+T = TypeVar("T")
 AWAY = frozenset({"no_room", "store_gone", "no_extractor", "unreachable", "draining"})  # causes that pass: full, or being restarted
 OF_THE_SAMPLE = HOPELESS | {"non_finite"}  # causes that cost the sample and not the run
 MANIFEST_BYTES = 4096, 12  # of a sample, and of each of its token ids, at most
 
 
-class NoStates(RuntimeError):
-    """States cannot be had any more; the message says why."""
+class NoStates(PlainError):
+    """States, or answers, cannot be had any more; the message says why."""
+
+
+def persist(settings: PoolSettings, attempt: Callable[[int], T], failed: Callable[[Exception], None] = lambda error: None) -> T:
+    """What `attempt` (given its number) returns once it succeeds; `failed` is told of each error before.
+
+    Raises the last ExtractionError or StoreError where it is what was asked that cannot be served. NoStates once `pool.attempts`
+    attempts have failed for another reason, or what answers has been away for `pool.deadline_s`.
+    """
+    failures, patience = 0, time.monotonic() + settings.deadline_s
+    for number in itertools.count():
+        try:
+            return attempt(number)
+        except (ExtractionError, StoreError) as error:
+            failed(error)
+            failures += error.cause not in AWAY or time.monotonic() > patience
+            if error.cause in HOPELESS or failures == settings.attempts:
+                if error.cause in OF_THE_SAMPLE:
+                    raise
+                raise NoStates(f"{number + 1} attempts failed, the last one: {error.cause}: {error}") from None
+        time.sleep(min(5.0, 0.1 * 2 ** min(number, 6)))
 
 
 class StateSource:
@@ -61,8 +85,7 @@ class StateSource:
     def obtain(self, token_ids: list[int], out: Tensor) -> bool:
         """Fill `out` [T, m + 1, H] with the states of these tokens. False if they cannot be made (counted in `drops`).
 
-        Raises NoStates once `pool.attempts` attempts have failed for a reason that is not the sample's own, or what makes or
-        keeps states has been away for `pool.deadline_s`.
+        Raises NoStates as `persist` does, and after `pool.failures` such samples in a row.
         """
         if self.cache and self._cached(token_ids, out):
             return True
@@ -87,19 +110,11 @@ class StateSource:
             self.pool.make(name, token_ids)
             return token_ids, out
 
-        sequence, failures, patience = next(self._sequence), 0, time.monotonic() + self.settings.deadline_s
-        for attempt in itertools.count():
-            try:
-                self._attempt(f"{sequence}/{attempt}", len(token_ids), ask)
-                return
-            except (ExtractionError, StoreError) as error:
-                self.retries[error.cause] += 1
-                failures += error.cause not in AWAY or time.monotonic() > patience
-                if error.cause in HOPELESS or failures == self.settings.attempts:
-                    if error.cause in OF_THE_SAMPLE:
-                        raise
-                    raise NoStates(f"{attempt + 1} attempts failed, the last one: {error.cause}: {error}") from None
-            time.sleep(min(5.0, 0.1 * 2 ** min(attempt, 6)))
+        def count(error: ExtractionError | StoreError) -> None:
+            self.retries[error.cause] += 1
+
+        sequence = next(self._sequence)
+        persist(self.settings, lambda attempt: self._attempt(f"{sequence}/{attempt}", len(token_ids), ask), count)
 
     def complete(self, prompt: list[int], max_tokens: int, **sampling) -> tuple[list[int], str]:
         """As the pool does it; what the verifier computes on the way is kept in the cache. Raises ExtractionError."""
@@ -146,18 +161,19 @@ class StateSource:
         Raises ExtractionError, StoreError.
         """
         name, size = f"{self.run}/{self.rank}/{number}", MANIFEST_BYTES[0] + tokens * (self._row_bytes() + MANIFEST_BYTES[1])
+        manifest = None
         with self._timed("room_s"):
             self.gate.acquire(size)
         try:
             with self._timed("make_s"):
                 token_ids, out = ask(name)
             with self._timed("fetch_s"):
-                fetch(self.store, name, self.contract, token_ids, out)
+                manifest = fetch(self.store, name, self.contract, token_ids, out)
             self.meter["fetched_bytes"] += out.nbytes
             return token_ids, out
         finally:
             try:
-                discard(self.store, name)
+                discard(self.store, name, manifest)
             except Gone:  # it has lost its consumer, and the store sweeps such
                 self.retries["left_behind"] += 1
             self.gate.release(size)

@@ -14,6 +14,7 @@ from collections import Counter
 
 import httpx
 
+from configs.command import PlainError
 from configs.schema import Config
 from store.contract import StateContract
 
@@ -23,7 +24,7 @@ CONNECT_S = 10.0
 QUARANTINE_S = 60.0  # at most, after failures in a row: 1, 2, 4, … seconds
 
 
-class ExtractionError(Exception):
+class ExtractionError(PlainError):
     """An extractor did not do what it was asked; `cause` is one word: one of the protocol's, or `no_extractor`,
     `unreachable`, `deadline` where none answered."""
 

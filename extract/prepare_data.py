@@ -10,7 +10,6 @@ prompts lie in DIR/validation and as rollouts in DIR/held_out.jsonl. A run that 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
@@ -20,18 +19,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from configs.command import command
 from configs.load import config_argument, parse
 from configs.schema import Config
 from extract.command import Progress, shard
 from extract.conversations import Dropped
 from extract.merge import VALIDATION, merge
 from extract.parts import Maker, make_parts
-from extract.render import RenderError, template_hash, tokenizer_hash
+from extract.render import template_hash, tokenizer_hash
 from extract.report import show, write_report
 from extract.rows import DataError, Source, chunks
 from store.contract import ContractMismatch, DataContract, require_same
-from store.files import write
-from store.verifier import VerifierError
+from store.files import try_lock, write
 
 CONTRACT = "data_contract.json"
 RECORD = "prepared.json"  # sources, and the files that this tool wrote: those alone it removes
@@ -64,10 +63,8 @@ def prepare(config: Config, sources: list[Source], output: Path, shard: tuple[in
     if shard[1] > 1:
         return f"shard {shard[0]}/{shard[1]} is done; run without --shard when all are"
     with (work / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{output} is being put together by another process") from None
+        if not try_lock(lock):
+            raise DataError(f"{output} is being put together by another process")
         result = work / "result"
         shutil.rmtree(result, ignore_errors=True)  # of a run that was killed here
         result.mkdir()
@@ -148,7 +145,8 @@ def print_rows(config: Config, sources: list[Source], number: int) -> None:
                 return
 
 
-def main(argv: list[str] | None = None) -> int:
+@command("prepare_data")
+def main(argv: list[str] | None = None) -> int | None:
     parser = argparse.ArgumentParser(prog="prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     config_argument(parser)
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE[@WEIGHT]", help="conversations or rollouts")
@@ -164,13 +162,9 @@ def main(argv: list[str] | None = None) -> int:
             print_rows(config, sources, args.show)
         else:
             print(f"{output}: {prepare(config, sources, output, args.shard, args.overwrite)}")
-    except (ContractMismatch, DataError, OSError, RenderError, VerifierError) as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("prepare_data: stopped; run again to go on", file=sys.stderr)
         return 130
-    return 0
 
 
 def _count(text: str) -> int:

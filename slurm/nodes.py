@@ -19,13 +19,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from configs.command import PlainError, command
+
 PORTS = range(20000, 32768)  # below what Linux gives out by itself
 SIOCGIFADDR = 0x8915
 SURVEY_S = 120.0
 ALIVE_S = 5.0
 
 
-class NodeError(Exception):
+class NodeError(PlainError):
     """Something is wrong with the allocation; the message is one line."""
 
 
@@ -135,17 +137,13 @@ def free_port(address: str) -> int:
     raise NodeError(f"no free port in {PORTS.start}..{PORTS.stop - 1}")
 
 
-def main() -> int:
+@command("slurm.nodes")
+def main() -> None:
     parser = argparse.ArgumentParser(prog="slurm.nodes", description="Where this node answers, as JSON.")
     parser.add_argument("--interface", metavar="NAME", help="of the fabric (default: by which it reaches a peer)")
     parser.add_argument("peers", nargs="*", metavar="PEER")
     args = parser.parse_args()
-    try:
-        print(json.dumps(vars(describe(args.interface, args.peers))))
-    except (NodeError, OSError) as error:
-        print(f"slurm.nodes: {error}", file=sys.stderr)
-        return 1
-    return 0
+    print(json.dumps(vars(describe(args.interface, args.peers))))
 
 
 if __name__ == "__main__":

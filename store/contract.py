@@ -8,8 +8,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from configs.command import PlainError
 
-class ContractMismatch(Exception):
+
+class ContractMismatch(PlainError):
     """Two sides disagree; the message names each field with both values."""
 
 

@@ -1,11 +1,13 @@
-"""Files that other processes read: there as a whole, or not at all."""
+"""Files that processes share: there as a whole, or not at all; locked by one of them."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 @contextmanager
@@ -17,6 +19,15 @@ def appearing(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def try_lock(file: IO) -> bool:
+    """Take the lock of an open file, which ends with the processes that have it open; False where another has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write(path: Path, text: str) -> None:

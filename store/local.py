@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
+from store.files import try_lock
 from store.objects import Full, Gone, Lost, Torn, Usage
 
 LOCK = "+lock"  # quoted names hold no "+": what begins with it is ours and no object
@@ -103,7 +104,7 @@ class Folder:
         """Between processes and between threads: each holder opens the lock file anew. Raises Gone after LOCK_S."""
         with open(self.path / LOCK, "ab") as lock:
             deadline = time.monotonic() + LOCK_S
-            while not _try_lock(lock.fileno()):
+            while not try_lock(lock):
                 if time.monotonic() > deadline:
                     raise Gone(f"{self.path}: another process has held its lock for {LOCK_S:.0f} s")
                 time.sleep(0.001)
@@ -183,14 +184,6 @@ def _file_name(name: str) -> str:
     return quoted
 
 
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _orphan(path: str) -> bool:
     with open(path, "rb+") as file:
-        return _try_lock(file.fileno())
+        return try_lock(file)

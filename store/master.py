@@ -23,6 +23,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from configs.command import PlainError, command
 from configs.load import config_argument, parse
 from configs.schema import Config, Mooncake
 from store.files import write
@@ -43,11 +44,12 @@ STOP = {signal.SIGTERM, signal.SIGINT}
 _libc = ctypes.CDLL(None)  # loaded before any fork
 
 
-class MasterError(Exception):
+class MasterError(PlainError):
     """The master cannot be started, or has failed; the message is one line."""
 
 
-def main(argv: list[str] | None = None) -> int:
+@command("store.master")
+def main(argv: list[str] | None = None) -> int | None:
     parser = argparse.ArgumentParser(prog="store.master", description=__doc__.splitlines()[0])
     config_argument(parser)
     _, config = parse(parser, argv)
@@ -56,12 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"store.master: store.kind is {config.store.kind}, which needs no master", file=sys.stderr)
         return 2
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # taken by `watch` alone
-    try:
-        run(config)
-    except (Gone, MasterError, OSError) as error:
-        print(f"store.master: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
+    run(config)
 
 
 def run(config: Config) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from configs.command import PlainError
 from configs.schema import Store
 
 
-class StoreError(Exception):
+class StoreError(PlainError):
     """A store did not do what it was asked; `cause` is one word for metrics and for the HTTP protocol."""
 
     cause = "store"

@@ -7,6 +7,8 @@ import json
 import re
 from pathlib import Path
 
+from configs.command import PlainError
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 UNRELATED = ("_name_or_path", "transformers_version")  # keys of config.json that say where a copy came from
@@ -14,7 +16,7 @@ SAMPLE_BYTES = 4096  # read from the middle of a tensor
 SAMPLE_EXPERTS = 64  # tensors of a file that has thousands
 
 
-class VerifierError(ValueError):
+class VerifierError(PlainError, ValueError):
     """A verifier that cannot be found or read; the message is one line."""
 
 

@@ -99,8 +99,9 @@ def test_the_last_token_needs_no_state(config, pools, monkeypatch):
 def test_training_on_half_a_capture_says_that_an_extractor_is_missing(config, pools, monkeypatch):
     capture.capture(config, config.data.path, 0, 2)
     monkeypatch.setattr(loop, "Pool", NoExtractor)
+    pool = config.pool.model_copy(update={"deadline_s": 1.0})  # how long it waits for one
     with pytest.raises(NoStates, match="no_extractor"):
-        loop.train(config)
+        loop.train(config.model_copy(update={"pool": pool}))
 
 
 def test_a_capture_of_a_wrong_last_layer_is_refused(config, monkeypatch):

@@ -23,7 +23,7 @@ from datasets import Dataset
 from in_process import InProcessPool
 from mooncake_lab import DEADLINE_S, ORPHAN_S, RELEASE_S, SLACK_S
 from processes import Tree, wait_for
-from tiny import POISON, ROOT, VLLM, write_recipe
+from tiny import FORKED, POISON, ROOT, VLLM, write_recipe
 
 from configs.load import load
 from configs.schema import Config
@@ -33,7 +33,7 @@ from train import loop
 
 pytestmark = pytest.mark.integration
 
-ROWS, BAD, STEPS, BATCH, LENGTH = 60, 17, 45, 4, 396
+ROWS, BAD, STEPS, BATCH, LENGTH = 60, 17, 30, 4, 396
 SAMPLE_BYTES = LENGTH * 4 * 64 * 4
 IN_FLIGHT, RANKS = 4, 2
 SEED = 4
@@ -87,7 +87,7 @@ class Drill:
 
     def __init__(self, path: Path, harm: bool = False):
         self.path, self.config, self.tree = path, load(path), Tree()
-        self.tree.env |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "MKL_DYNAMIC": "FALSE"}
+        self.tree.env |= {"PYTHONPATH": f"{FORKED}:{ROOT / 'tests'}", "MKL_DYNAMIC": "FALSE"}
         self.log = path.with_name("launch.log")
         with self.log.open("wb") as log:  # a pipe that nobody reads would fill
             command = [sys.executable, str(ROOT / "tests" / "drill.py"), "launch", str(path)] + ["--harm"] * harm
@@ -95,7 +95,7 @@ class Drill:
 
     def pid(self, role: str) -> int:
         if role == "rank":
-            return self.tree.pid(f"-u -m train {self.path}")
+            return self.tree.pid(f"-m train {self.path}")
         file = self.config.store.path / REGISTRATION if role == "master" else self.config.run_dir / "extractors" / f"{role}.json"
         return wait_for(lambda: file.exists() and json.loads(file.read_text())["pid"], 300)
 
@@ -151,7 +151,7 @@ def moments(*roles: str) -> list[tuple[str, int]]:
     """After how many lines of the log each role is harmed, in an order of its own."""
     chance = random.Random(SEED)
     order = chance.sample(roles, len(roles))
-    return [(role, 2 + 12 * index + chance.randrange(8)) for index, role in enumerate(order)]
+    return [(role, 2 + 8 * index + chance.randrange(6)) for index, role in enumerate(order)]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])

@@ -22,22 +22,25 @@ from drafts import recipe, save_checkpoint
 from in_process import InProcessPool, save_data
 from safetensors.torch import load_file
 from scipy.stats import kstest
-from tiny import MASK, ROOT, python_environment
+from tiny import FORKED, MASK, ROOT, python_environment
 
 from configs.schema import Evaluate, Pool, Train
 from extract.hf import HFVerifier
 from train import decode, loop
 from train.checkpoint import latest, load_draft
+from train.engine import check_engine
 from train.evaluate import evaluate
 from train.export import export, main
-from train.formats import format_of
+from train.formats import FormatError, format_of
+from train.published import read_published
 from train.verifier import FrozenVerifier
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
 ]
-PROMPTS, TOKENS = 4, 32
+PROMPTS, TOKENS = 4, 24
+ALSO = {"full": {}, "sliding": {"draft_vocab_size": 100}}  # both conventions of one draft must be right for its blocks to be
 DRAWS, TEMPERATURE = 30, 0.3  # of answers that are drawn: a second each, interpreted
 FLAGS = {
     "dtype": "float32",
@@ -57,11 +60,11 @@ def trained(tiny_verifier, tmp_path_factory):
     def make(kind: str):
         if kind not in made:
             folder, verifier_path = tmp_path_factory.mktemp(kind), tiny_verifier("llama")
-            config = recipe(folder, verifier_path, kind, block_size=6, markov_rank=16)
+            config = recipe(folder, verifier_path, kind, block_size=6, markov_rank=16, **ALSO[kind])
             train = Train(epochs=30, global_batch=PROMPTS, num_anchors=64, lr=2e-3, muon={"lr": 2e-2}, checkpoint_every=1000)
             verifier = HFVerifier(verifier_path, "float32", config.draft.taps)
             rollouts = save_data(config, verifier, PROMPTS, response=TOKENS)
-            if kind == "reduced":  # to half of what is said
+            if config.draft.draft_vocab_size:  # half of what is said is in it
                 said = np.unique([token for line in rollouts.read_text().splitlines() for token in json.loads(line)["response_ids"]])[::2]
                 rest = np.setdiff1d(np.arange(verifier.vocab_size), said)
                 np.save(config.data.path / "draft_vocabulary.npy", np.sort(np.r_[said, rest[: 100 - len(said)]]))
@@ -91,7 +94,7 @@ def serving(verifier: str, folder: Path, record: Path, **speculative):
     command += ["--speculative-config", json.dumps(speculative)]
     command += [text for name, value in FLAGS.items() for text in (f"--{name}", str(value))]
     env = python_environment() | {
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "interpreted"))),
+        "PYTHONPATH": os.pathsep.join((FORKED, str(ROOT / "tests" / "interpreted"))),
         "TRITON_INTERPRET": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -159,6 +162,13 @@ def same_blocks(engine: list[dict], ours: list[dict]) -> float:
     return sum(block in theirs for block, theirs in pairs) / len(pairs)
 
 
+def assert_same_blocks(engine: list[dict], ours: list[dict]) -> None:
+    assert [result["response"] for result in engine] == [result["response"] for result in ours]
+    assert same_blocks(engine, ours) == 1
+    accepted = [count for result in ours for count in result["accepted"]]
+    assert 0.5 < sum(accepted) / len(accepted) < 5.5  # else equality would say little
+
+
 def draws_of_engine(url: str, verifier: str, prompt: list[int]) -> list[tuple[int, int]]:
     """The first two tokens of DRAWS answers: one is drawn after the prefill, one by verification of drafts."""
     body = {"model": verifier, "prompt": prompt, "max_tokens": 2, "temperature": TEMPERATURE, "return_token_ids": True}
@@ -202,43 +212,44 @@ def assert_reports_agree(url: str, config, rollouts: list[dict], checkpoint: Pat
     assert all(agreement["agree"] for agreement in agreements), agreements
 
 
-@pytest.mark.parametrize("kind", ["full", "sliding", "reduced"])
-def test_vllm_drafts_what_we_draft(trained, tmp_path, monkeypatch, capsys, kind):
-    config, rollouts, checkpoint, folder = trained(kind)
+def test_greedy_blocks_and_counters(trained, tmp_path, monkeypatch, capsys):
+    """Of a sliding window and a reduced vocabulary."""
+    config, rollouts, checkpoint, folder = trained("sliding")
     prompts = [row["prompt_ids"] for row in rollouts]
     ours = blocks_of_closed_loop(config, folder, prompts)
-    accepted = [count for result in ours for count in result["accepted"]]
-    assert 0.5 < sum(accepted) / len(accepted) < 5.5  # else equal counts would say little
-    drawn = {"draft_sample_method": "probabilistic"} if kind == "full" else {}  # which greedy requests do not notice
-    with serving(config.verifier.path, folder, tmp_path / "drafts.jsonl", **drawn) as url:
-        engine = blocks_of_engine(url, config.verifier.path, prompts, tmp_path / "drafts.jsonl")
-        assert [result["response"] for result in engine] == [result["response"] for result in ours]
-        assert same_blocks(engine, ours) == 1
+    with serving(config.verifier.path, folder, tmp_path / "drafts.jsonl") as url:
+        assert_same_blocks(blocks_of_engine(url, config.verifier.path, prompts, tmp_path / "drafts.jsonl"), ours)
         monkeypatch.setattr(sys, "argv", ["export", str(checkpoint), "--check", str(folder), "--engine", url])
         main()
-        line = capsys.readouterr().out.splitlines()[-1]
-        if drawn:
-            assert chance(draws_of_engine(url, config.verifier.path, prompts[0]), config, prompts[0]) > 1e-3
-            assert_reports_agree(url, config, rollouts, checkpoint, tmp_path)
+    accepted = [count for result in ours for count in result["accepted"]]
     counts = [len(accepted), *(sum(count > slot for count in accepted) for slot in range(6))]
-    assert line == f"drafts, and accepted by position: {counts} in the engine, {counts} in the closed loop ({PROMPTS} prompts)"
+    line = f"drafts, and accepted by position: {counts} in the engine, {counts} in the closed loop ({PROMPTS} prompts)"
+    assert capsys.readouterr().out.splitlines()[-1] == line
 
 
-def test_one_wrong_mask_is_noticed(trained, tmp_path, monkeypatch):
-    """The engine is told that blocks are causal, and the draft was trained both ways."""
+def test_drawn_tokens_reports_and_a_wrong_mask(trained, tmp_path):
+    """Of full attention; drafts are drawn, which greedy requests do not notice."""
     config, rollouts, checkpoint, folder = trained("full")
-    wrong = shutil.copytree(folder, tmp_path / "wrong")
-    served = json.loads((wrong / "config.json").read_text())
-    served["transformer_layer_config"]["is_causal"] = True
-    (wrong / "config.json").write_text(json.dumps(served))
     prompts = [row["prompt_ids"] for row in rollouts]
-    with serving(config.verifier.path, wrong, tmp_path / "drafts.jsonl") as url:
+    with serving(config.verifier.path, folder, tmp_path / "drafts.jsonl", draft_sample_method="probabilistic") as url:
         engine = blocks_of_engine(url, config.verifier.path, prompts, tmp_path / "drafts.jsonl")
-        assert [result["response"] for result in engine] == [row["response_ids"] for row in rollouts]  # slower, and lossless all the same
-        assert same_blocks(engine, blocks_of_closed_loop(config, folder, prompts)) < 0.8
-        monkeypatch.setattr(sys, "argv", ["export", str(checkpoint), "--check", str(folder), "--engine", url])
-        with pytest.raises(SystemExit, match="drafts, and accepted by position"):
-            main()
+        assert_same_blocks(engine, blocks_of_closed_loop(config, folder, prompts))
+        assert chance(draws_of_engine(url, config.verifier.path, prompts[0]), config, prompts[0]) > 1e-3
+        assert_reports_agree(url, config, rollouts, checkpoint, tmp_path)
+        wrong = told_to_be_causal(folder, tmp_path / "wrong")  # as the engine is not; the draft was trained both ways
+        ours = blocks_of_closed_loop(config, wrong, prompts)
+        assert [result["response"] for result in ours] == [row["response_ids"] for row in rollouts]  # slower, and lossless all the same
+        assert same_blocks(engine, ours) < 0.8
+        with pytest.raises(FormatError, match="drafts, and accepted by position"):
+            check_engine(url, read_published(wrong), config)
+
+
+def told_to_be_causal(folder: Path, copy: Path) -> Path:
+    shutil.copytree(folder, copy)
+    told = json.loads((copy / "config.json").read_text())
+    told["transformer_layer_config"]["is_causal"] = True
+    (copy / "config.json").write_text(json.dumps(told))
+    return copy
 
 
 def test_vllm_knows_config_and_names_of_an_mla_draft(tiny_verifier, tmp_path):

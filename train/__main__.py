@@ -7,36 +7,31 @@ import signal
 import sys
 from pathlib import Path
 
+from configs.command import command
 from configs.load import config_argument, parse
 
 
+@command("train")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="train", description=__doc__)
     config_argument(parser)
     parser.add_argument("--from-draft", type=Path, metavar="DIR", help="start a new run from a checkpoint or a published draft")
     parser.add_argument("--describe", action="store_true", help="print the draft's tensors and parameters and stop")
     args, config = parse(parser)
-    from extract.obtain import NoStates
-    from store.contract import ContractMismatch
-    from store.verifier import VerifierError
-    from train.formats import FormatError
+    if args.describe:
+        from train.contract import DraftContract
+        from train.formats import describe
 
-    try:
-        if args.describe:
-            from train.contract import DraftContract
-            from train.formats import describe
+        print(describe(DraftContract.resolve(config)))
+        return
+    heard: list[int] = []  # SIGUSR1: time is running out, SIGTERM: stop; a checkpoint first, both times
+    for signum in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(signum, lambda number, _frame: heard.append(number))
+    from train.loop import train
 
-            print(describe(DraftContract.resolve(config)))
-            return
-        heard: list[int] = []  # SIGUSR1: time is running out, SIGTERM: stop; a checkpoint first, both times
-        for signum in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(signum, lambda number, _frame: heard.append(number))
-        from train.loop import train
-
-        train(config, args.from_draft, stop=lambda: bool(heard))
-    except (ContractMismatch, NoStates, FormatError, VerifierError, FileNotFoundError) as error:
-        sys.exit(f"train: {error}")
+    train(config, args.from_draft, stop=lambda: bool(heard))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # while Python ends, a handler would be the default one again: death
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,6 +11,7 @@ from itertools import count
 
 import httpx
 
+from configs.command import PlainError
 from configs.schema import Config
 from train.sets import Question, answer_all
 
@@ -18,7 +19,7 @@ VLLM = re.compile(r"^vllm:spec_decode_num_(?:drafts|accepted_tokens_per_pos)_tot
 SETTLED_S = 0.3  # counters follow the answer that they count
 
 
-class EngineError(Exception):
+class EngineError(PlainError):
     """A served engine that does not answer, or counts nothing; the message is one line."""
 
 

@@ -15,21 +15,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import load_from_disk
 from torch import Tensor
 
+from configs.command import PlainError, command
 from configs.load import config_argument, parse
 from configs.schema import Config
 from extract.hf import HFVerifier
-from extract.obtain import NoStates, StateSource
+from extract.obtain import StateSource
 from extract.pool import Pool
 from extract.render import load_tokenizer
 from store.contract import StateContract
-from store.objects import StoreError
+from store.dataset import Dataset
 from train.bigram import bigram_accepted, bigram_counts, follower_table
 from train.checkpoint import latest, load_draft, read_record
 from train.confidence import calibration
-from train.counters import EngineError, ask_engine
+from train.counters import ask_engine
 from train.decode import Decoded, Sampler, speculate
 from train.diagnose import diagnose
 from train.draft import Draft
@@ -83,7 +83,7 @@ def evaluate(config: Config, folder: Path, reference: Path | None = None, diagno
     if decoded_at := records.get("closed_loop"):
         same = [walk(response.survival) == result.emitted for response, result in zip(responses, decoded)]
         report["agreement"] = _agreement(decoded_at, records["simulation"], sum(same) if settings.rule == "greedy" else None)
-    if (config.data.path / "dataset_info.json").exists():
+    if (config.data.path / "state.json").exists():
         records["bigrams"] = _bigrams(config, draft, questions)
     if settings.engine:
         records["engine"] = ask_engine(config, read_sets(settings.sets, settings.limit, settings.max_tokens), tokenizer, block)
@@ -148,7 +148,7 @@ def _walked(questions: list[Question], responses: list[Response]) -> list[dict]:
 
 
 def _bigrams(config: Config, draft: Draft, questions: list[Question]) -> list[dict]:
-    follower = follower_table(bigram_counts(load_from_disk(config.data.path).with_format("numpy"), draft.spec.vocab_size))
+    follower = follower_table(bigram_counts(Dataset(config.data.path), draft.spec.vocab_size))
     slots, responses = np.arange(draft.spec.block_size), []
     for question in questions:
         counts = np.array(bigram_accepted(follower, question.response_ids, draft.spec.block_size), int)
@@ -201,6 +201,7 @@ def _engine_agreement(records: dict[str, list[dict]], config: Config) -> dict:
     return {"forwards": forwards, "tokens_per_forward": values, "standard_error": error, "agree": agree, "answers": len(ours)}
 
 
+@command("train.evaluate", ValueError)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="train.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     config_argument(parser)
@@ -211,22 +212,19 @@ def main() -> None:
     args, config = parse(parser)
     folder = args.draft or latest(config.run_dir / "checkpoints")
     if folder is None:
-        sys.exit(f"train.evaluate: {config.run_dir} has no checkpoint yet; name one with --draft")
-    try:
-        report = evaluate(config, folder, args.reference, args.diagnose)
-    except (ValueError, FileNotFoundError, EngineError, NoStates, StoreError) as error:
-        sys.exit(f"train.evaluate: {error}")
+        raise PlainError(f"{config.run_dir} has no checkpoint yet; name one with --draft")
+    report = evaluate(config, folder, args.reference, args.diagnose)
     print(write_report(config.run_dir, report))
     for warning in report["warnings"]:
         print(f"train.evaluate: {warning}", file=sys.stderr)
     if report.get("wrong"):
-        sys.exit(f"train.evaluate: {report['wrong']} prompts decode to other tokens than without the draft, and not by a near tie")
+        raise PlainError(f"{report['wrong']} prompts decode to other tokens than without the draft, and not by a near tie")
     reached, bigrams = (
         report["readings"].get(name, {}).get("tokens_per_forward", {}).get("value", 0) for name in (report["main"], "bigrams")
     )
     if args.require and not (reached or 0) >= max(args.require, bigrams or 0):
-        sys.exit(f"train.evaluate: {reached:.3f} tokens per forward; {args.require} and the bigrams' were required")
+        raise PlainError(f"{reached:.3f} tokens per forward; {args.require} and the bigrams' were required")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 
+from configs.command import command
 from configs.schema import Config
 from store.verifier import find_file
 from train.card import model_card
 from train.checkpoint import load_draft, read_record
-from train.counters import EngineError
 from train.draft import Draft
 from train.engine import check_engine
 from train.formats import FormatError, VerifierFacts, config_json, format_of, to_file
@@ -94,6 +94,7 @@ def _distances(draft: Draft, served: ServedDraft, seed: int) -> float:
     return max(float((mine.double() - other).norm() / other.norm().clamp_min(1e-9)) for mine, other in pairs)
 
 
+@command("train.export", ValueError)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="train.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help="folder of a checkpoint, RUN/checkpoints/step_…")
@@ -107,17 +108,14 @@ def main() -> None:
         parser.error("CHECKPOINT, --format and --output are needed to export; or --check DIR")
     if args.engine and not args.checkpoint:
         parser.error("--engine needs CHECKPOINT, whose recipe names the verifier and the prompts")
-    try:
-        if args.check is None:
-            export(args.checkpoint, args.output, args.format, getattr(torch, args.dtype))
-            print(f"{args.output}: written")
-        print("\n".join(check(args.check or args.output, args.checkpoint)))
-        if args.engine:
-            config = Config.model_validate(read_record(args.checkpoint)["config"])
-            print(check_engine(args.engine, read_published(args.check or args.output), config))
-    except (OSError, ValueError, EngineError) as error:
-        sys.exit(f"train.export: {error}")
+    if args.check is None:
+        export(args.checkpoint, args.output, args.format, getattr(torch, args.dtype))
+        print(f"{args.output}: written")
+    print("\n".join(check(args.check or args.output, args.checkpoint)))
+    if args.engine:
+        config = Config.model_validate(read_record(args.checkpoint)["config"])
+        print(check_engine(args.engine, read_published(args.check or args.output), config))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from configs.command import PlainError
 from train.contract import DraftContract
 from train.draft import Draft
 
 K3_NAMES = {"fc.": "context_proj.", "hidden_norm.": "context_norm.", "norm.": "final_norm."}
 
 
-class FormatError(ValueError):
+class FormatError(PlainError, ValueError):
     """A draft that a format cannot hold, or a folder that is not a draft we can read; the message is one line."""
 
 

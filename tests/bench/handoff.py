@@ -58,8 +58,7 @@ class Ours:
         put_sample(self.store, name, CONTRACT, list(range(len(states))), states)
 
     def take(self, name: str, out: torch.Tensor) -> None:
-        fetch(self.store, name, CONTRACT, list(range(len(out))), out)
-        discard(self.store, name)
+        discard(self.store, name, fetch(self.store, name, CONTRACT, list(range(len(out))), out))
 
 
 class Bare:
