@@ -77,7 +77,7 @@ class Facts:
             "verifier's embedding and head": 2 * item * spec.vocab_size * spec.hidden_size,
             "states": max(train.micro_tokens, self.config.data.length) * (self.token + 4 * len(spec.taps) * spec.hidden_size),
             "logits": self.config.loss.chunk_bytes,
-            "activations, about": item * spec.layers * slots * (6 * spec.hidden_size + 4 * spec.intermediate_size),
+            "activations, about": item * spec.layers * slots * (6 * spec.hidden_size + 2 * spec.intermediate_size),
         }
 
     @cached_property

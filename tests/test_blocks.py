@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from train import attention
 from train.anchors import draw_anchors, valid_slots
 from train.attention import Packing, attend, block_visible, context_visible, flex
 from train.contract import DraftContract
@@ -105,6 +106,20 @@ def test_flex_attention_is_two_part_attention(causal, window):
     own = [torch.randn(1, 5, 3, 2, size) for size in (16, 24)]
     expected = attend(query, context, own, anchors, causal, window, packing)
     torch.testing.assert_close(flex(query, context, own, anchors, causal, window, packing), expected)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 4)])
+def test_attention_of_a_few_blocks_at_a_time_is_that_of_all(monkeypatch, causal, window):
+    """With gradients, though scores are computed twice and context after the last anchor is left out."""
+    monkeypatch.setattr(attention, "SCORE_BYTES", 2 * 8 * 20 * 3 * 4)  # of two blocks
+    anchors = torch.tensor([[0, 4, 7, 9, 20]])
+    shapes = [(1, 5, 3, 4, 16), *((1, 20, 2, size) for size in (16, 24)), *((1, 5, 3, 2, size) for size in (16, 24))]
+    inputs = [torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_() for shape in shapes]
+    parts = attend(inputs[0], inputs[1:3], inputs[3:], anchors, causal, window, Packing([slice(0, 20)], [slice(0, 5)]))
+    whole = attend(inputs[0], inputs[1:3], inputs[3:], anchors, causal, window)
+    torch.testing.assert_close(parts, whole)
+    for mine, reference in zip(*(torch.autograd.grad(mixed.square().sum(), inputs) for mixed in (parts, whole))):
+        torch.testing.assert_close(mine, reference)
 
 
 def test_states_at_or_after_an_anchor_change_nothing():

@@ -53,6 +53,10 @@ def test_good_launch(launch, recipe):
     status, out, err = end_of(launch("train.max_steps=2"), seconds=300)
     assert status == 0, err
     assert (recipe.parent / "run" / "checkpoints" / "latest").read_text() == "step_00000002", out
+    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "train"]
+    status, out, err = end_of(launch("--", *torchrun, recipe, "train.max_steps=4"), seconds=300)  # the ranks that users start
+    assert status == 0, err
+    assert (recipe.parent / "run" / "checkpoints" / "latest").read_text() == "step_00000004", out
 
 
 @pytest.mark.parametrize("victim", ["extractor", "rank"])

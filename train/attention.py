@@ -9,6 +9,9 @@ from functools import cache
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+SCORE_BYTES = 4 << 20  # of the scores of blocks with their context that are held at once on CPUs
 
 
 @dataclass
@@ -60,11 +63,17 @@ def attend(
 
 
 def by_document(query: Tensor, context_kv, block_kv, anchors: Tensor, causal: bool, window: int | None, packing: Packing) -> Tensor:
-    """`two_part` of one document after the other."""
+    """`two_part` of one document after the other, a few blocks at a time, whose scores are computed again for the backward pass."""
     parts = []
     for tokens, blocks in zip(packing.tokens, packing.blocks, strict=True):
-        context, own = ([x[:, part] for x in pair] for part, pair in ((tokens, context_kv), (blocks, block_kv)))
-        parts.append(two_part(query[:, blocks], context, own, anchors[:, blocks], causal, window))
+        length, (slots, heads) = tokens.stop - tokens.start, query.shape[2:4]
+        at_once = max(1, SCORE_BYTES // (query.element_size() * length * slots * heads))
+        for first in range(blocks.start, blocks.stop, at_once):
+            some = slice(first, min(first + at_once, blocks.stop))
+            seen = slice(tokens.start, tokens.start + max(1, int(anchors[0, some].max())))  # none of them sees a later token
+            context, own = ([x[:, part] for x in pair] for part, pair in ((seen, context_kv), (some, block_kv)))
+            arguments = query[:, some], context, own, anchors[:, some], causal, window
+            parts.append(checkpoint(two_part, *arguments, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts, 1)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from train.attention import Packing
 from train.contract import DraftContract
@@ -32,7 +33,11 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        """What is between the products is not kept for the backward pass: it is cheap to compute again."""
+        return checkpoint(self._down, self.gate_proj(x), self.up_proj(x), use_reentrant=False, preserve_rng_state=False)
+
+    def _down(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -98,7 +103,8 @@ class Draft(nn.Module):
 
     def feature(self, taps: Tensor) -> Tensor:
         """taps [D, T, m * H], ascending → what feeds every layer's context keys and values, without that layer's input norm."""
-        return self.hidden_norm(self.fc(taps / self.tap_scale))
+        weight = self.fc.weight / self.tap_scale
+        return self.hidden_norm(F.linear(taps.to(weight.dtype), weight))
 
     def context(self, taps: Tensor, positions: Tensor) -> Context:
         """taps [D, T, m * H]; positions [D, T] in the document."""

@@ -51,7 +51,7 @@ def run(draft: Draft, frozen: FrozenVerifier, batch: Batch, block_size: int, los
     packing = Packing([slice(document.start, document.stop) for document in documents], [slice(*pair) for pair in pairwise(ends)])
 
     slots = frozen.slot_embeddings(ids[first], draft.spec.mask_token_id, block_size)
-    taps = states[:, :-1].flatten(1).to(torch.float32)
+    taps = states.flatten(1)[:, : -states.shape[2]].to(torch.float32)
     hidden = draft(taps[None], positions[None], slots[None], positions[first][None], packing)[0][valid]
     row = slot_positions(first, block_size)[valid]  # of the token right before the label, whose teacher predicts it
     previous, labels = ids[row], ids[row + 1]

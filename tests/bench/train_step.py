@@ -2,8 +2,9 @@
 optimizer state. Ours, the same step written the plain way, and the speculators package with its eager losses.
 
 `python tests/bench/train_step.py [--speculators DIR]`, DIR from `pip install --no-deps --target DIR speculators==0.9.0
-hs-connectors==0.9.0`, in an environment that has vLLM. Each row is a process of its own with one thread; seconds are of CPU, so that
-other work on the machine does not count, the better of two steps after one. All orthogonalise in fp32 (what speculators calls does it
+hs-connectors==0.9.0`, in an environment that has vLLM. Each row is two processes with one thread: one for seconds, which are of CPU, so
+that other work on the machine does not count, the better of two steps after one; and one for memory, the kernel's own record of the
+most resident bytes, with an allocator that gives back at once what is freed. All orthogonalise in fp32 (what speculators calls does it
 in bf16, which is far slower on a CPU).
 """
 
@@ -12,9 +13,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -25,10 +26,11 @@ from torch import Tensor
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from plain import plain_terms  # noqa: E402
 from tiny import python_environment  # noqa: E402
 
 from configs.schema import Loss, Train  # noqa: E402
+from train import attention  # noqa: E402
+from train import draft as train_draft  # noqa: E402
 from train import step as train_step  # noqa: E402
 from train.batch import Batch, Document, Sample  # noqa: E402
 from train.contract import DraftContract  # noqa: E402
@@ -39,17 +41,18 @@ from train.optimizer import build_optimizers  # noqa: E402
 from train.verifier import FrozenVerifier  # noqa: E402
 from train.world import World  # noqa: E402
 
-HIDDEN, LENGTH, BLOCK, TERMS = 576, 1024, 8, {"ce_argmax": 0.1, "tv": 0.9}
+HIDDEN, LENGTH, BLOCK = 576, 1024, 8
+LOSS = Loss(terms={"ce_argmax": 0.1, "tv": 0.9}, chunk_bytes=128_000_000)
 CPU = torch.device("cpu")
 
 
 class Step:
-    """Ours; `plain` replaces the chunked vocabulary terms by autograd over whole tensors."""
+    """Ours; `plain` leaves everything to autograd, over whole tensors, and computes nothing again."""
 
     def __init__(self, vocabulary: int, anchors: int, plain: bool):
         gqa = {"heads": 9, "kv_heads": 3, "head_dim": 64, "rope_theta": 10000.0}
         shape = {"hidden_size": HIDDEN, "intermediate_size": 1536, "vocab_size": vocabulary, "draft_vocab_size": vocabulary, "gqa": gqa}
-        rest = {"mask_token_id": 3, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "markov_rank": 256, "loss_terms": TERMS}
+        rest = {"mask_token_id": 3, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "markov_rank": 256, "loss_terms": LOSS.terms}
         self.draft = Draft(DraftContract(taps=(1, 2, 3, 4, 5), block_size=BLOCK, layer_types=("full_attention",) * 2, **shape, **rest))
         initialise(self.draft, 0)
         self.frozen = FrozenVerifier(torch.randn(vocabulary, HIDDEN) * 0.04, torch.ones(HIDDEN), 1e-5, Heads(torch.empty(0, HIDDEN)))
@@ -63,16 +66,20 @@ class Step:
         self.optimizers = build_optimizers(self.draft, Train(), World(0, 1, CPU))
         if plain:
             train_step.slot_terms = plain_slot_terms
+            attention.SCORE_BYTES = 1 << 40
+            attention.checkpoint = train_draft.checkpoint = lambda function, *arguments, **_: function(*arguments)
 
     def forward(self) -> Tensor:
-        return train_step.run(self.draft, self.frozen, self.batch, BLOCK, Loss(terms=TERMS), CPU).objective
+        return train_step.run(self.draft, self.frozen, self.batch, BLOCK, LOSS, CPU).objective
 
 
 def plain_slot_terms(slots: Slots, w2: Tensor, heads: Heads, loss: Loss) -> SlotTerms:
-    each = torch.arange(len(slots.labels))
-    values = plain_terms(slots.hidden, slots.embedding, w2, heads.verifier, slots.teacher, slots.teacher_row, each, slots.labels)
-    total = sum(alpha * (slots.weights * values[name]).sum() for name, alpha in loss.terms.items())
-    return SlotTerms(total, values["ce"].detach(), values["tv"].detach(), torch.zeros(len(slots.labels), dtype=torch.bool))
+    q = (slots.teacher @ heads.verifier.mT).softmax(-1)[slots.teacher_row]
+    p = (slots.hidden @ heads.verifier.mT + slots.embedding @ w2.mT).softmax(-1)
+    best, tv = q.argmax(-1), 1 - p.minimum(q).sum(-1)
+    ce, ce_argmax = (-p.gather(-1, token[:, None]).squeeze(-1).log() for token in (slots.labels, best))
+    total = sum(alpha * (slots.weights * {"ce_argmax": ce_argmax, "tv": tv}[name]).sum() for name, alpha in loss.terms.items())
+    return SlotTerms(total, ce.detach(), tv.detach(), p.argmax(-1) == best)
 
 
 class Speculators:
@@ -116,30 +123,12 @@ class LossAlone:
         self.optimizers: list = []
 
     def forward(self) -> Tensor:
-        return slot_terms(self.slots, self.parameters[2], self.heads, Loss(terms=TERMS)).weighted_sum
+        return slot_terms(self.slots, self.parameters[2], self.heads, LOSS).weighted_sum
 
 
-class Memory(threading.Thread):
-    """The most resident bytes between start and `peak`."""
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        self.before = self.most = self.resident()
-        self.stop = threading.Event()
-        self.start()
-
-    def resident(self) -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-    def run(self):
-        while not self.stop.wait(0.002):
-            self.most = max(self.most, self.resident())
-
-    def peak(self) -> int:
-        self.stop.set()
-        self.join()
-        return self.most - self.before
+def resident(which: str) -> int:
+    """Bytes: VmRSS, now, or VmHWM, the most since `clear_refs` was written to."""
+    return 1024 * int(re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def measure(kind: str, vocabulary: int, anchors: int, folder: str) -> dict:
@@ -151,8 +140,9 @@ def measure(kind: str, vocabulary: int, anchors: int, folder: str) -> dict:
         step = LossAlone(vocabulary, anchors) if kind == "loss alone" else Step(vocabulary, anchors, kind == "plain")
     parts = {"forward": [], "backward": [], "optimizer": [], "memory": []}
     for _ in range(3):
-        memory = Memory()
-        marks = [time.process_time()]
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before, marks = resident("VmRSS"), [time.process_time()]
         loss = step.forward()
         marks.append(time.process_time())
         loss.backward()
@@ -160,7 +150,7 @@ def measure(kind: str, vocabulary: int, anchors: int, folder: str) -> dict:
         for optimizer in step.optimizers:
             optimizer.step()
         marks.append(time.process_time())
-        peak, gradients = memory.peak(), 0
+        peak, gradients = resident("VmHWM") - before, 0
         del loss
         for parameter in step.parameters:
             gradients += parameter.nbytes
@@ -168,6 +158,14 @@ def measure(kind: str, vocabulary: int, anchors: int, folder: str) -> dict:
         for part, value in zip(parts, (*np.diff(marks), peak - gradients)):
             parts[part].append(float(value))
     return {part: min(values[1:]) for part, values in parts.items()}
+
+
+def row(arguments: list[str], **env: str) -> dict:
+    """`measure` in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, env=python_environment() | env)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -183,11 +181,9 @@ def main() -> None:
     rows += [("loss alone", *size) for size in ((49_152, 64), (163_840, 64), (49_152, 256))]
     print("| | vocabulary | anchors | forward s | backward s | optimizer s | step s | memory MB |\n|---|---|---|---|---|---|---|---|")
     for kind, vocabulary, anchors in rows:
-        command = [sys.executable, __file__, "--speculators", args.speculators, "--row", kind, str(vocabulary), str(anchors)]
-        done = subprocess.run(command, capture_output=True, text=True, env=python_environment())
-        if done.returncode:
-            sys.exit(done.stderr)
-        *seconds, memory = json.loads(done.stdout.splitlines()[-1]).values()
+        arguments = ["--speculators", args.speculators, "--row", kind, str(vocabulary), str(anchors)]
+        *seconds, _ = row(arguments).values()
+        memory = row(arguments, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")["memory"]
         figures = " | ".join(f"{x:.2f}" for x in (*seconds, sum(seconds)))
         print(f"| {kind} | {vocabulary:,} | {anchors} | {figures} | {memory / 1e6:,.0f} |", flush=True)
 
