@@ -14,8 +14,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
 
-from datasets import Dataset, load_from_disk
-
 from configs.command import command
 from configs.load import config_argument, parse
 from configs.schema import Config
@@ -24,6 +22,7 @@ from extract.command import Progress, shard
 from extract.obtain import StateSource
 from extract.pool import Pool
 from store.contract import ContractMismatch, require_same
+from store.dataset import Dataset
 from store.files import write
 
 GREEDY = 64  # tokens that a handshake wants
@@ -36,7 +35,7 @@ def capture(config: Config, folder: Path, shard: int = 0, shards: int = 1) -> st
     """
     if config.store.cache_path is None:
         raise ValueError("store.cache_path: where shall the states go?")
-    dataset = load_from_disk(folder).with_format("numpy")
+    dataset = Dataset(folder)
     source = StateSource(config, Pool(config), world=shards, keep=True)
     try:
         source.contract = source.pool.contract()
@@ -75,7 +74,7 @@ def _take(source: StateSource, token_ids: list[int]) -> bool | None:
 
 def _require_room(config: Config, dataset: Dataset, token_bytes: int) -> None:
     """Raises ValueError where the first rows would be thrown out before the last ones are made."""
-    tokens = sum(map(len, dataset["input_ids"]))
+    tokens = dataset.tokens()
     if (needed := tokens * token_bytes) > config.store.cache_bytes:
         raise ValueError(f"store.cache_bytes: {config.store.cache_bytes:,}, but the states of {tokens:,} tokens take {needed:,}")
 

@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from configs.command import PlainError
@@ -91,26 +91,26 @@ def join(config: Config, arguments: list[str]) -> int:
 def launch(config: Config, arguments: list[str], command: list[str], lock: int) -> int:
     """Run all roles; the exit status. Raises NodeError, StoreError."""
     names = allocation() if config.launch.trainer_nodes else []
-    status = Status(config.run_dir, names)
+    tell = teller(config.run_dir, names)
     clear(config)  # an earlier launch that was killed may have left something
     if not command:
         config.finished.unlink(missing_ok=True)
     try:
         roles = role_table(config, arguments, command, names)
-        outcome = run_roles(roles, config.run_dir / "logs", config.launch, inherit=(lock,), tell=status)
+        outcome = run_roles(roles, config.run_dir / "logs", config.launch, inherit=(lock,), tell=tell)
         if outcome.state == "done" and not command and not config.finished.exists():
             outcome = Outcome("failed", 70, f"the trainers ended well, but without {config.finished}", "trainers")
         elif outcome.state == "out_of_time" and config.finished.exists():
             outcome = Outcome("done", 0)
-        return _end(outcome, names, status)
+        return _end(outcome, names, tell)
     except NodeError as error:
-        status("failed", reason=str(error))
+        tell("failed", reason=str(error))
         raise
     finally:
         clear(config)
 
 
-def _end(outcome: Outcome, names: list[str], status: Status) -> int:
+def _end(outcome: Outcome, names: list[str], tell: Callable[..., None]) -> int:
     """Say how it ended, and have Slurm start the job again where that is the way on."""
     state, reason = outcome.state, outcome.reason or None
     gone = lost(names) if state in ("failed", "stopped") and names else []
@@ -118,25 +118,25 @@ def _end(outcome: Outcome, names: list[str], status: Status) -> int:
         reason = f"{', '.join(gone)} lost: {reason}"
     if (gone or state == "out_of_time") and names:
         state = "requeued"
-    status(state, reason=reason, role=outcome.role or None, log=outcome.log or None, code=outcome.status)
+    tell(state, reason=reason, role=outcome.role or None, log=outcome.log or None, code=outcome.status)
     if state == "requeued" and outcome.state != "stopped":  # else Slurm knows already
         say(f"{reason or 'a checkpoint is written'}; Slurm is to start this job again")
         requeue()
     return outcome.status
 
 
-class Status:
-    """`run_dir/status.json`: the state of the run, since when, what failed first and why; the last state of the launch before."""
+def teller(run_dir: Path, names: list[str]) -> Callable[..., None]:
+    """A function that writes `run_dir/status.json`: the state of the run, since when, what failed first and why; the last state of
+    the launch before."""
+    before = {key: value for key, value in read_status(run_dir).items() if key != "before"}
+    job, again = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", 0))
+    facts = {"job": job, "restart": again, "nodes": names or [socket.gethostname()], "pid": os.getpid(), "before": before}
 
-    def __init__(self, run_dir: Path, names: list[str]):
-        self.run_dir, before = run_dir, read_status(run_dir)
-        job, again = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", 0))
-        self.facts = {"job": job, "restart": again, "nodes": names or [socket.gethostname()], "pid": os.getpid()}
-        self.facts["before"] = {key: value for key, value in before.items() if key != "before"}
+    def tell(state: str, **more) -> None:
+        record = {"state": state, "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more, **facts}
+        write_status(run_dir, {key: value for key, value in record.items() if value is not None})
 
-    def __call__(self, state: str, **more) -> None:
-        record = {"state": state, "since": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **more, **self.facts}
-        write_status(self.run_dir, {key: value for key, value in record.items() if value is not None})
+    return tell
 
 
 @contextlib.contextmanager

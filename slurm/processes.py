@@ -30,17 +30,11 @@ class Outcome:
     log: str = ""
 
 
-class OutOfTime(Exception):
-    """SIGUSR1 has come, and no job has begun, or one has not ended in time."""
-
-    status = 128 + signal.SIGUSR1
-
-
 class Stopped(Exception):
-    """The launcher was told to stop by a signal."""
+    """The launcher was told to stop by a signal; by SIGUSR1 where no job has begun, or one has not ended in time."""
 
     def __init__(self, signum: int):
-        self.status = 128 + signum
+        self.state, self.status = "out_of_time" if signum == signal.SIGUSR1 else "stopped", 128 + signum
         super().__init__(f"stopped by {signal.Signals(signum).name}")
 
 
@@ -71,11 +65,11 @@ def run_roles(
         running.wait_jobs()
         running.stop()
         return Outcome("out_of_time" if running.warned else "done", 0)
-    except (OutOfTime, Stopped) as stopped:
+    except Stopped as stopped:
         say(f"{stopped}; stopping all roles")
         tell("stopping", reason=str(stopped))
         running.stop(jobs_first=True)  # they may write a checkpoint
-        return Outcome("stopped" if isinstance(stopped, Stopped) else "out_of_time", stopped.status, str(stopped))
+        return Outcome(stopped.state, stopped.status, str(stopped))
     except Failed as failure:
         say(f"{failure}; stopping all roles")
         tell("stopping", reason=str(failure), role=failure.running.role.name)
@@ -117,10 +111,10 @@ class _Roles:
             self._hurry()
 
     def _hurry(self) -> None:
-        """Have jobs write a checkpoint and end. Raises OutOfTime where none has begun, or after launch.checkpoint_s."""
+        """Have jobs write a checkpoint and end. Raises Stopped where none has begun, or after launch.checkpoint_s."""
         now = time.monotonic()
         if all(running.role.ready for running in self.started) or now - self.warned > self.launch.checkpoint_s:
-            raise OutOfTime("time is running out (SIGUSR1)")
+            raise Stopped(signal.SIGUSR1)
         if now - self.reminded > REMIND_S:
             self.reminded = now
             for running in self.jobs():

@@ -1,10 +1,11 @@
-"""Run one role so that nothing outlives it: `python -m slurm.role [--grace SECONDS] -- COMMAND…`.
+"""Run one role so that nothing outlives it: `python -m slurm.role [--grace SECONDS] [--ranks N] -- COMMAND…`.
 
 The wrapper passes SIGTERM and SIGINT on to the command and gives it `--grace` seconds then, kills every descendant when the
 command has ended (also those that were forked twice or made a session of their own), and exits with the command's status,
 128 + N where signal N ended it. SIGUSR2 is a SIGTERM that srun passes on; SIGUSR1 goes to those below that have a handler for it
-(ranks, not their torchrun). It stops by itself when its own parent dies, and the command dies with the wrapper. In COMMAND,
-`{node}` is the number of this node in its step. Linux only.
+(not to a shell around them). It stops by itself when its own parent dies, and the command dies with the wrapper. In COMMAND,
+`{node}` is the number of this node in its step. With `--ranks` there are N of the command, the ranks of this node in a world of
+WORLD_SIZE, told who they are as torchrun would; the first that fails is the end of all. Linux only.
 """
 
 from __future__ import annotations
@@ -34,33 +35,39 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded once: `die_with_parent` runs
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slurm.role", description="Run one role; nothing outlives it.")
     parser.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="between a stop signal and SIGKILL (default 10)")
+    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="how many of COMMAND, each told its RANK and LOCAL_RANK")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
     args = parser.parse_args(argv)
     die_with_parent(os.getppid(), signal.SIGTERM)
-    return run([os.environ.get("SLURM_NODEID", "0") if part == NODE else part for part in args.command], args.grace)
+    node = os.environ.get("SLURM_NODEID", "0")
+    first = int(node) * args.ranks if args.ranks < int(os.environ.get("WORLD_SIZE", "1")) else 0
+    ranks = [{"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(args.ranks)]
+    return run([node if part == NODE else part for part in args.command], args.grace, ranks or [{}])
 
 
-def run(command: list[str], grace_s: float) -> int:
-    """Run `command` to its end and kill what it left; returns its exit status (128 + N for signal N, 127 if it cannot start)."""
+def run(command: list[str], grace_s: float, ranks: list[dict[str, str]]) -> int:
+    """Run `command`, as often as there are `ranks` and with their environments, until all or one that fails has ended; kill what
+    is left. Returns its exit status (128 + N for signal N, 127 if it cannot start)."""
     adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)  # taken one at a time below: no handler can interrupt the bookkeeping
-    child = _start(command)
+    children = {_start(command, rank): rank.get("RANK") for rank in ranks}
     deadline = None
     try:
-        while (status := _reap(child)) is None:
+        while (status := _reap(children)) is None:
             left = max(deadline - time.monotonic(), 0) if deadline else 3600
             received = signal.sigtimedwait(AWAITED, left)
             if received is None and deadline:
                 print(f"slurm.role: still running {grace_s:g} s after it was told to stop, killed: {' '.join(command)}", file=sys.stderr)
                 return 128 + signal.SIGKILL
             if received and received.si_signo in STOP:
-                os.kill(child, STOP[received.si_signo])  # not reaped yet, so the pid is still the child's
+                for child in children:
+                    os.kill(child, STOP[received.si_signo])  # not reaped yet, so the pid is still the child's
                 deadline = deadline or time.monotonic() + grace_s
             elif received and received.si_signo == signal.SIGUSR1:
                 for pid in descendants(os.getpid()):
                     if _handles(pid, signal.SIGUSR1):
                         _kill(pid, signal.SIGUSR1)
-        return exit_status(status)
+        return status
     finally:
         if left := sweep():
             print(f"slurm.role: cannot be killed (uninterruptible sleep?): processes {left}", file=sys.stderr)
@@ -120,7 +127,7 @@ def exit_status(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _start(command: list[str]) -> int:
+def _start(command: list[str], env: dict[str, str]) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -130,17 +137,21 @@ def _start(command: list[str]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for signum in (signal.SIGUSR1, signal.SIGUSR2):  # srun sends them to every process of a step, and most would die of it
             signal.signal(signum, signal.SIG_IGN)
-        os.execvp(command[0], command)
+        os.execvpe(command[0], command, os.environ | env)
     except OSError as error:
         print(f"slurm.role: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
     os._exit(127)
 
 
-def _reap(child: int) -> int | None:
-    """Reap all that has ended (orphans too); returns `child`'s wait status if it was among them."""
+def _reap(children: dict[int, str | None]) -> int | None:
+    """Reap all that has ended (orphans too); the exit status of one of `children` that has failed, 0 once all have ended well."""
     while ended := _wait_any():
-        if ended[0] == child:
-            return ended[1]
+        if ended[0] in children:
+            rank, status = children.pop(ended[0]), exit_status(ended[1])
+            if status and rank:
+                print(f"slurm.role: rank {rank} ended with status {status}", file=sys.stderr, flush=True)
+            if status or not children:
+                return status
     return None
 
 

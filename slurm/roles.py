@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from configs.schema import Config
-from slurm.nodes import Node, NodeError, allocation, step, survey
+from slurm.nodes import Node, NodeError, allocation, free_port, step, survey
 from slurm.processes import Role
 from slurm.role import NODE
 from store.master_http import REGISTRATION, silence
@@ -68,16 +67,15 @@ def extractor(config: Config, arguments: list[str], name: str, nodes: list[Node]
 
 
 def trainers(config: Config, arguments: list[str], nodes: list[Node]) -> Role:
-    """One torchrun on each node, together one role."""
-    where = ["--standalone", "--local-addr", "127.0.0.1"]
-    if len(nodes) > 1:
-        address, port = nodes[0].address, str(nodes[0].port)
-        where = ["--nnodes", str(len(nodes)), "--node-rank", NODE, "--master-addr", address, "--master-port", port]
-    torchrun = [_python(config.python.train), "-m", "torch.distributed.run", *where, "--nproc-per-node", str(config.launch.trainers)]
+    """All ranks, together one role. They find each other as those of torchrun do, which would import torch once more on each node."""
+    launch = config.launch
+    address, port = (nodes[0].address, nodes[0].port) if nodes else ("127.0.0.1", free_port("127.0.0.1"))
     env = environment(config.train.threads, nodes)
+    env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(launch.trainers * max(1, len(nodes)))}
     if not nodes:
-        env |= _devices(config, config.launch.extractors * config.extract.tensor_parallel)
-    return _placed(Role("trainers", [*torchrun, "-m", "train", *arguments], env, restarts=config.launch.restarts.trainer, echo=True), nodes)
+        env |= _devices(config, launch.extractors * config.extract.tensor_parallel)
+    command = [_python(config.python.train), "-m", "train", *arguments]
+    return _placed(Role("trainers", command, env, restarts=launch.restarts.trainer, ranks=launch.trainers, echo=True), nodes)
 
 
 def joining(config: Config, arguments: list[str]) -> list[Role]:
@@ -105,30 +103,25 @@ def environment(threads: int, nodes: list[Node] | tuple[()] = ()) -> dict[str, s
 
 def extractor_ready(registration: Path) -> str | None:
     """What is missing until the extractor that registers in this file has answered a real request; None: nothing."""
-    try:
-        url = json.loads(registration.read_text())["url"]
-    except FileNotFoundError:
-        return "it has not registered yet"
-    try:
-        # Token 0 is in every vocabulary. A proxy from the environment must not come between machines of one run.
-        ask = {"prompt": [0], "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-        answer = httpx.post(f"{url}/v1/completions", json=ask, timeout=PROBE_S, trust_env=False)
-    except httpx.HTTPError as error:
-        return f"{url} does not answer ({type(error).__name__})"
-    return None if answer.status_code == 200 else f"{url} answers {answer.status_code}: {answer.text[:200]}"
+    ask = {"prompt": [0], "max_tokens": 1, "temperature": 0, "return_token_ids": True}  # token 0 is in every vocabulary
+    return _asked(registration, "/v1/completions", ask)
 
 
 def extractor_alive(registration: Path) -> str | None:
     """What is wrong with a registered extractor, by its own word; None: nothing. One that is not there yet, or drains, is not asked."""
-    with contextlib.suppress(FileNotFoundError):
+    return _asked(registration, "/health") if registration.exists() else None
+
+
+def _asked(registration: Path, path: str, body: dict | None = None) -> str | None:
+    try:
         url = json.loads(registration.read_text())["url"]
-        try:
-            status = httpx.get(f"{url}/health", timeout=PROBE_S, trust_env=False).status_code
-        except httpx.HTTPError as error:
-            return f"{url}/health: {type(error).__name__}"
-        if status != 200:
-            return f"{url}/health: {status}"
-    return None
+        # A proxy from the environment must not come between machines of one run.
+        answer = httpx.request("POST" if body else "GET", url + path, json=body, timeout=PROBE_S, trust_env=False)
+    except FileNotFoundError:
+        return "it has not registered yet"
+    except httpx.HTTPError as error:
+        return f"{url} does not answer ({type(error).__name__})"
+    return None if answer.status_code == 200 else f"{url} answers {answer.status_code}: {answer.text[:200]}"
 
 
 def master_ready(config: Config) -> str | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slurm.role import die_with_parent
 
-TAIL_LINES = 80  # torchrun ends with about 40 of its own
+TAIL_LINES = 80
 TAIL_BYTES = 32 << 10
 STOP_SLACK_S = 5.0  # beyond the grace that each wrapper gives its command
 ON_TERMINAL = sys.stderr.isatty()
@@ -42,6 +42,7 @@ class Role:
     restarts: int = 0  # times that it is started again
     enough: int | None = None  # of services with this field: the launch goes on while so many are left
     step: Sequence[str] = ()  # srun and its options, of a role on other nodes
+    ranks: int = 0  # of the command on each node, that know of each other
     echo: bool = False  # what it prints goes to the launcher's terminal too
 
 
@@ -72,7 +73,7 @@ class Running:
             log.write(f"==> {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(role.command)}\n".encode())
             self.begin = self.shown = log.tell()
             self.process = subprocess.Popen(
-                [*role.step, sys.executable, "-m", "slurm.role", "--grace", str(grace_s), "--", *role.command],
+                [*role.step, sys.executable, "-m", "slurm.role", "--grace", str(grace_s), "--ranks", str(role.ranks), "--", *role.command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

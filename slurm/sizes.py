@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from configs.schema import Config
+from store.dataset import Dataset
 from store.record import record_bytes
 from store.verifier import INDEX, SINGLE, VerifierError, find_file, text_config
 from train.contract import DraftContract, shapes
@@ -87,12 +88,8 @@ class Facts:
             return plan.rows, plan.tokens or self.config.data.length
         if not (path / "state.json").exists():
             return None
-        import pyarrow as pa  # the `datasets` library takes seconds
-
-        files = [str(path / file["filename"]) for file in json.loads((path / "state.json").read_text())["_data_files"]]
-        chunks = [chunk for file in files for chunk in pa.ipc.open_stream(pa.memory_map(file)).read_all().column("input_ids").chunks]
-        rows = sum(map(len, chunks))
-        return rows, sum(len(chunk.flatten()) for chunk in chunks) / rows
+        rows = Dataset(path)
+        return len(rows), rows.tokens() / len(rows)
 
     @cached_property
     def rates(self) -> tuple[float | None, float | None]:

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 GPUS = 4
+SLURMD = 6818  # the port that it listens at
 NAMESPACES = ["--net", "--uts", "--mount", "--pid", "--ipc"]
 DELAY_S = 5  # of a requeued job
 
@@ -154,6 +155,11 @@ class Cluster:
 
     def shared_memory(self, node: str) -> list[str]:
         return os.listdir(f"/proc/{self.pid(node)}/root/dev/shm")
+
+    def ports(self, node: str) -> set[int]:
+        """That something listens at."""
+        lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/{self.pid(node)}/net/{kind}").read_text().splitlines()]
+        return {int(fields[1].rpartition(":")[2], 16) for fields in lines if fields[3] == "0A"}
 
     def down(self) -> None:
         self.holder.kill()

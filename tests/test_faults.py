@@ -95,7 +95,7 @@ class Drill:
 
     def pid(self, role: str) -> int:
         if role == "rank":
-            return self.tree.pid(f"-u -m train {self.path}")
+            return self.tree.pid(f"-m train {self.path}")
         file = self.config.store.path / REGISTRATION if role == "master" else self.config.run_dir / "extractors" / f"{role}.json"
         return wait_for(lambda: file.exists() and json.loads(file.read_text())["pid"], 300)
 

@@ -55,6 +55,18 @@ def test_role_leaves_no_descendant(tree):
     assert not tree.alive()  # at once, when the wrapper has ended
 
 
+def test_ranks_end_together(tree):
+    """Each knows who it is; the first that fails is the end of all, and says so."""
+    script = "echo $RANK $LOCAL_RANK; [ $RANK = {} ] && exit 5; [ {} = 9 ] || sleep 300"
+    tree.env |= {"WORLD_SIZE": "4", "SLURM_NODEID": "1"}
+    well = tree.python("-m", "slurm.role", "--ranks", "2", "--", "sh", "-c", script.format(9, 9) + "; true")
+    status, out, _ = end_of(well)
+    assert status == 0 and sorted(out.splitlines()) == ["2 0", "3 1"]
+    status, _, err = end_of(tree.python("-m", "slurm.role", "--ranks", "2", "--", "sh", "-c", script.format(3, 3)))
+    assert status == 5 and err == "slurm.role: rank 3 ended with status 5\n"
+    assert not tree.alive()
+
+
 def test_role_passes_signals_on(tree, tmp_path):
     handler = """if 1:
         import signal, sys, time

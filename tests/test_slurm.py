@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -19,11 +20,13 @@ import yaml
 from datasets import load_from_disk
 from processes import Tree, wait_for
 from safetensors.torch import load_file
-from slurm_cluster import Cluster, missing
+from slurm_cluster import SLURMD, Cluster, missing
 from tiny import ROOT, VLLM, write_recipe
 
+from configs.load import load
 from extract.captured import RECORD, Captured
 from extract.prepare_data import main as prepare_data
+from slurm.sizes import Facts
 from store.cache import DurableCache
 from store.local import LOCK
 
@@ -130,7 +133,7 @@ def submit(cluster, data, tiny_verifier, tmp_path):
         cluster("scancel", job.number, check=False)
     cluster.wait_empty()
     for node in cluster.nodes:
-        assert not cluster.shared_memory(node)
+        assert not cluster.shared_memory(node) and cluster.ports(node) == {SLURMD}
 
 
 @pytest.fixture(scope="module")
@@ -155,15 +158,19 @@ def test_two_good_runs_at_once(submit, finished):
     logs = (second.run / "logs" / "extractor-1.log").read_text()
     assert "http://10.78.0." in logs and "extractor-1 is ready" in second.log()
     assert "0: " in (first.run / "logs" / "trainers.log").read_text()
+    records, plan = [json.loads(line) for line in (first.run / "metrics.jsonl").read_text().splitlines()], Facts(load(first.recipe))
+    fetched = sum(record["store"]["fetched_bytes"] for record in records)  # by the first of two ranks
+    assert 2 * fetched == pytest.approx(sum(record["tokens"] for record in records) * plan.stored_token, rel=0.1)
+    assert 0 < max(record["store"]["bytes"] for record in records) <= plan.peak
     shutil.copytree(first.run / "checkpoints", finished / "checkpoints")
 
 
 @pytest.mark.parametrize(("victim", "waiting"), [("trainers", False), ("extractor-0", False), ("extractor-0", True)])
 def test_a_dead_role_ends_the_job(submit, victim, waiting):
-    job = submit(victim)
+    job = submit(victim, trainer_nodes=2 if victim == "trainers" else 1)
     if not waiting:
         job.wait_for_steps()
-    os.kill(wait_for(partial(job.pids, "-m extract.serve" if victim == "extractor-0" else "-u -m train"), START_S)[0], signal.SIGKILL)
+    os.kill(wait_for(partial(job.pids, "-m extract.serve" if victim == "extractor-0" else "-m train "), START_S)[0], signal.SIGKILL)
     job.wait("FAILED")
     status = job.status
     assert status["state"] == "failed" and status["role"] == victim and victim in status["reason"] and status["code"] != 0
@@ -173,7 +180,7 @@ def test_a_dead_role_ends_the_job(submit, victim, waiting):
 
 @pytest.mark.parametrize("waiting", [True, False], ids=["waiting", "training"])
 def test_scancel(submit, cluster, waiting):
-    job = submit("cancelled")
+    job = submit("cancelled", trainer_nodes=1)
     if waiting:
         wait_for(lambda: job.status.get("state") == "starting", START_S)
     else:
@@ -313,20 +320,37 @@ def test_rollout_and_evaluation(cluster, finished, tiny_verifier, tmp_path, tree
 
 
 def test_extractors_of_their_own_come_and_go(cluster, data, tiny_verifier, tmp_path, tree):
-    """Two join a run that has none; one is killed and another joins while it trains; they leave when it is over."""
+    """Two join a run that has none; one is killed and another joins while it trains; when the run is started again, with another
+    master, they come along; they leave when it is over."""
     launch = {"trainer_nodes": 1, "ready_s": START_S, "grace_s": 5, "minutes": 30, "slurm": {"mem": 2000}, "interface": "fab0"}
-    train = {"epochs": 100_000, "max_steps": 3 * STEPS, "global_batch": 4, "num_anchors": 8, "log_every": 1}
-    sections = {"data": {"path": str(data)}, "launch": launch, "train": train, "pool": {"min_extractors": 1, "deadline_s": 20}}
-    recipe = write_recipe(tmp_path, tiny_verifier("llama"), sections)
+    train = {"epochs": 100_000, "global_batch": 4, "num_anchors": 8, "log_every": 1, "checkpoint_every": 100_000}
+    store = {"kind": "mooncake", "mooncake": {"deadline_s": 5}}
+    sections = {"data": {"path": str(data)}, "launch": launch, "train": train, "store": store}
+    recipe = write_recipe(tmp_path, tiny_verifier("llama"), sections | {"pool": {"min_extractors": 1, "deadline_s": 20}})
     out = submit_stage(cluster, recipe, "--extractors", "2", tree=tree)
     training, array = re.search(r"training: job (\d+)", out)[1], re.search(r"extractors: array (\d+)", out)[1]
     job = Job(cluster, tree, recipe, training)
+
+    def registered() -> dict[Path, str]:
+        with suppress(FileNotFoundError):  # one leaves
+            files = {file: file.read_text() for file in (job.run / "extractors").glob("joined-*.json")}
+            return files if len(files) == 2 else {}
+        return {}
+
     job.wait_for_steps()
-    wait_for(lambda: len(list((job.run / "extractors").glob("joined-*.json"))) == 2, START_S)
-    before = set((job.run / "extractors").iterdir())
+    first = wait_for(registered, START_S)
     cluster("scancel", f"{array}_0")
     submit_stage(cluster, recipe, "--stage", "extractors", "--extractors", "1", tree=tree)
-    wait_for(lambda: set((job.run / "extractors").iterdir()) - before, START_S)
-    job.wait("COMPLETED", START_S)
-    assert job.status["state"] == "done"
-    cluster.wait_empty()
+    second = wait_for(lambda: (now := registered()).keys() != first.keys() and now, START_S)
+    cluster("scancel", "--batch", "--signal=USR1", training)
+    wait_for(lambda: job.status.get("restart") == 1, START_S)
+    assert job.status["before"]["state"] == "requeued", job.status
+    job.wait_for_steps(job.steps() + 3)
+    third = wait_for(registered, START_S)
+    assert third.keys() == second.keys() and not set(third.values()) & set(second.values())
+    steps = [json.loads(line)["step"] for line in (job.run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+    cluster("scancel", training)
+    cluster.wait_empty(END_S)
+    job.wait("CANCELLED")
+    assert job.status["state"] == "stopped" and cluster.job(training)["Restarts"] == "1"

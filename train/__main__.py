@@ -30,6 +30,7 @@ def main() -> None:
     from train.loop import train
 
     train(config, args.from_draft, stop=lambda: bool(heard))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # while Python ends, a handler would be the default one again: death
 
 
 if __name__ == "__main__":

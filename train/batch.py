@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +12,8 @@ from torch import Tensor
 
 from configs.schema import Config
 from store.contract import Contract
+from store.dataset import Dataset
 from train.anchors import draw_anchors, valid_slots
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 
 class Sample(NamedTuple):

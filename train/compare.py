@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-
-from datasets import load_from_disk
+from itertools import islice
 
 from configs.command import command
 from configs.load import ConfigError, config_argument, parse
@@ -17,6 +16,7 @@ from configs.schema import Config
 from extract.hf import HFVerifier
 from store.cache import DurableCache
 from store.contract import StateContract
+from store.dataset import Dataset
 from store.sample import bytes_of, checksum
 from train import checkpoint
 
@@ -28,10 +28,10 @@ def compare(config: Config, rows: int) -> str:
     contract = StateContract.model_validate(checkpoint.read_record(folder)["states"])
     cache = DurableCache(config.store.cache_path, config.store.cache_bytes)
     verifier = HFVerifier(config.verifier.path, config.verifier.dtype, contract.taps, config.verifier.trust_remote_code)
-    dataset = load_from_disk(config.data.path).with_format("numpy")
+    dataset = Dataset(config.data.path)
     samples = tokens = equal = 0
     worst = total = 0.0
-    for record in dataset.select(range(min(rows, len(dataset)))):
+    for record in islice(dataset, rows):
         token_ids = record["input_ids"].tolist()
         ours = verifier.prefill([token_ids])[0].contiguous()
         theirs = ours.new_empty(ours.shape)

@@ -10,16 +10,16 @@ import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 import torch
-from datasets import load_from_disk
 from torch import Tensor
 
 from configs.schema import Config
 from extract.hf import HFVerifier
 from extract.render import load_tokenizer, prompt_ids, template_hash
+from store.dataset import Dataset
 from store.verifier import text_config
 from train.draft import Draft
 from train.sets import Question
@@ -50,7 +50,7 @@ def diagnose(config: Config, draft: Draft, questions: list[Question]) -> dict:
     taps = tuple(sorted({tap for own in draft.spec.taps for tap in (own - 1, own, own + 1) if 0 <= tap < layers}))
     verifier = HFVerifier(config.verifier.path, config.verifier.dtype, taps, config.verifier.trust_remote_code)
     frozen = FrozenVerifier.load(config.verifier.path, torch.float32, torch.device("cpu"), draft.kept)
-    rows = load_from_disk(config.data.path).with_format("numpy") if (config.data.path / "dataset_info.json").exists() else None
+    rows = Dataset(config.data.path) if (config.data.path / "state.json").exists() else None
 
     def text(ids: list[int], parts: list[tuple[int, int]]) -> Text:
         return Text(ids, parts, verifier.prefill([ids])[0])
@@ -58,7 +58,7 @@ def diagnose(config: Config, draft: Draft, questions: list[Question]) -> dict:
     chosen = questions[:: max(1, len(questions) // TEXTS)][:TEXTS]
     held_out = [text(q.prompt_ids + q.response_ids, [(len(q.prompt_ids), len(q.prompt_ids) + len(q.response_ids))]) for q in chosen]
     trained = []
-    for row in rows.select(range(min(TEXTS, len(rows)))) if rows is not None else []:
+    for row in islice(rows or (), TEXTS):
         trained.append(text(row["input_ids"].tolist(), spans(row["loss_mask"])))
     checks = [
         _norm(config, verifier, frozen, held_out[0]),
@@ -92,7 +92,7 @@ def _template(config: Config, rows, questions: list[Question]) -> Check:
     if other > len(rendered) / 10:
         faults.append(f"{other} of {len(rendered)} prompts are not what the template makes of their messages")
     if rows is not None:
-        prompts = [row["input_ids"][: row["loss_mask"].argmax()].tolist() for row in rows.select(range(min(64, len(rows))))]
+        prompts = [row["input_ids"][: row["loss_mask"].argmax()].tolist() for row in islice(rows, 64)]
         ends = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*(prompt[::-1] for prompt in prompts)))
         suffix = [tokens[0] for tokens in ends][::-1]
         if suffix and (other := sum(q.prompt_ids[-len(suffix) :] != suffix for q in questions)) > len(questions) / 10:
@@ -203,7 +203,7 @@ def _data(config: Config, draft: Draft, frozen: FrozenVerifier, taps, held_out: 
         return
     ours, theirs = _score(draft, frozen, taps, held_out), _score(draft, frozen, taps, trained)
     gap, error = theirs.mean() - ours.mean(), (ours.var() / len(ours) + theirs.var() / len(theirs)) ** 0.5
-    lengths, supervised = zip(*((len(row["input_ids"]), row["loss_mask"].sum()) for row in rows.select(range(min(SAMPLE, len(rows))))))
+    lengths, supervised = zip(*((len(row["input_ids"]), row["loss_mask"].sum()) for row in islice(rows, SAMPLE)))
     tokens, longest = np.mean(supervised) * len(rows), max(lengths)
     few = gap > GAP and gap > 3 * error
     yield "amount of data", "limit" if few else "fine", f"{tokens:,.0f} supervised tokens; trained text is {gap:+.2f} nats a slot likelier"

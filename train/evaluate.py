@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import load_from_disk
 from torch import Tensor
 
 from configs.command import PlainError, command
@@ -26,6 +25,7 @@ from extract.obtain import StateSource
 from extract.pool import Pool
 from extract.render import load_tokenizer
 from store.contract import StateContract
+from store.dataset import Dataset
 from train.bigram import bigram_accepted, bigram_counts, follower_table
 from train.checkpoint import latest, load_draft, read_record
 from train.confidence import calibration
@@ -83,7 +83,7 @@ def evaluate(config: Config, folder: Path, reference: Path | None = None, diagno
     if decoded_at := records.get("closed_loop"):
         same = [walk(response.survival) == result.emitted for response, result in zip(responses, decoded)]
         report["agreement"] = _agreement(decoded_at, records["simulation"], sum(same) if settings.rule == "greedy" else None)
-    if (config.data.path / "dataset_info.json").exists():
+    if (config.data.path / "state.json").exists():
         records["bigrams"] = _bigrams(config, draft, questions)
     if settings.engine:
         records["engine"] = ask_engine(config, read_sets(settings.sets, settings.limit, settings.max_tokens), tokenizer, block)
@@ -148,7 +148,7 @@ def _walked(questions: list[Question], responses: list[Response]) -> list[dict]:
 
 
 def _bigrams(config: Config, draft: Draft, questions: list[Question]) -> list[dict]:
-    follower = follower_table(bigram_counts(load_from_disk(config.data.path).with_format("numpy"), draft.spec.vocab_size))
+    follower = follower_table(bigram_counts(Dataset(config.data.path), draft.spec.vocab_size))
     slots, responses = np.arange(draft.spec.block_size), []
     for question in questions:
         counts = np.array(bigram_accepted(follower, question.response_ids, draft.spec.block_size), int)

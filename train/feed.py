@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from configs.schema import Config
 from extract.obtain import StateSource
+from store.dataset import Dataset
 from store.objects import ObjectStore
 from store.sample import bytes_of, checksum
 from train.batch import Batch, Document, Sample, block_size_at, end_step, lay_out, pack, place, total_steps

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, load_from_disk
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +18,7 @@ from extract.captured import RECORD, Captured
 from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
 from store.contract import Contract, ContractMismatch, DataContract, StateContract, require_same
+from store.dataset import Dataset
 from train import checkpoint
 from train.batch import Batch, Order, Place, block_size_at, checkpoint_interval, end_step, place
 from train.contract import DraftContract
@@ -59,7 +59,7 @@ def train(config: Config, from_draft: Path | None = None, stop: Callable[[], boo
     with world(config.train.stuck_s) as ranks:
         torch.set_num_threads(config.train.threads)
         torch.set_float32_matmul_precision("high")
-        dataset = load_from_disk(config.data.path).with_format("numpy")
+        dataset = Dataset(config.data.path)
         spec = DraftContract.resolve(config)
         draft = _draft(config, spec, from_draft)
         dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32

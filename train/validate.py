@@ -3,15 +3,16 @@ over steps and runs; the samples are shared out over the ranks."""
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, load_from_disk
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from configs.schema import Config
+from store.dataset import Dataset
 from train.batch import Sample
 from train.draft import Draft
 from train.feed import Feed
@@ -20,17 +21,16 @@ from train.verifier import FrozenVerifier
 from train.world import World
 
 
-def held_out(config: Config) -> Dataset | None:
+def held_out(config: Config) -> list[dict] | None:
     """The first `train.validation_samples` rows that data preparation held out; None where it held out none."""
     folder = Path(config.data.path) / "validation"
-    if not (folder / "dataset_info.json").exists():
+    if not (folder / "state.json").exists():
         return None
-    rows = load_from_disk(folder).with_format("numpy")
-    return rows.select(range(min(len(rows), config.train.validation_samples))) if len(rows) else None
+    return list(islice(Dataset(folder), config.train.validation_samples)) or None
 
 
 @torch.no_grad()
-def validate(draft: Draft, frozen: FrozenVerifier, feed: Feed, rows: Dataset, ranks: World, config: Config) -> dict:
+def validate(draft: Draft, frozen: FrozenVerifier, feed: Feed, rows: list[dict], ranks: World, config: Config) -> dict:
     """Tokens per forward, and the share of forwards that accept at least k drafts. Every rank calls it and gets the same."""
     draft = whole(draft, ranks.device)
     sums = torch.zeros(2 + draft.spec.block_size, dtype=torch.float64)

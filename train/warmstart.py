@@ -12,7 +12,6 @@ from torch import Tensor
 
 from configs.schema import Config
 from store.verifier import text_config
-from train.bigram import bigram_counts, bigram_factors
 from train.draft import Draft
 from train.verifier import FrozenVerifier, read_tensor
 
@@ -32,6 +31,8 @@ def warm_start(draft: Draft, frozen: FrozenVerifier, dataset, states: Tensor, co
     if init.layers == "verifier":
         copy_layers(draft, frozen, states, config)
     if init.markov == "bigram":
+        from train.bigram import bigram_counts, bigram_factors  # scipy, which no other start needs
+
         first, second = bigram_factors(bigram_counts(dataset, draft.spec.vocab_size), draft.spec.markov_rank)
         draft.markov_head.markov_w1.weight.copy_(first)
         draft.markov_head.markov_w2.weight.copy_(second if draft.kept is None else second[draft.kept])

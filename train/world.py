@@ -1,4 +1,4 @@
-"""The ranks of a run. Without torchrun a run is a world of one, and nothing here communicates."""
+"""The ranks of a run. Without WORLD_SIZE a run is a world of one, and nothing here communicates."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class World:
 
 @contextmanager
 def world(stuck_s: float) -> Iterator[World]:
-    """Join the ranks that torchrun started: gloo on CPUs, nccl on GPUs (with gloo beside it for CPU tensors).
+    """Join the ranks that torchrun or the launcher started: gloo on CPUs, nccl on GPUs (with gloo beside it for CPU tensors).
 
     A rank that waits for the others for `stuck_s` fails: one of them hangs.
     """
