@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import FORKED
 
 from configs.load import load
 from train.compare import compare
@@ -36,8 +34,7 @@ def test_make_demo(tmp_path, level):
     (tmp_path / "prompts.jsonl").write_text("".join(prompts))
     variables = {"CONFIG": tmp_path / "recipe.yaml", "RUN": run, "PROMPTS": tmp_path / "prompts.jsonl"}
     command = ["make", "demo", f"PY={shlex.quote(sys.executable)}", "REQUIRE=0", *(f"{name}={value}" for name, value in variables.items())]
-    env = os.environ | {"PYTHONPATH": FORKED}
-    done = subprocess.run([*command, "-o", ".venv/installed"], cwd=ROOT, env=env, text=True, capture_output=True, timeout=1200)
+    done = subprocess.run([*command, "-o", ".venv/installed"], cwd=ROOT, text=True, capture_output=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len((run / "rollouts.jsonl").read_text().splitlines()) == 14
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] >= 2

@@ -1,6 +1,6 @@
 """A plugin for vLLM: its engine and its workers are forked, and not started anew, which is how it insists to run on a CPU.
 
-Each process of a server would import vLLM once more, 17 seconds that prove nothing. Slurm's test of vLLM leaves the plugin out.
+Each process of a server would import vLLM once more, 17 seconds that prove nothing. The demo's test leaves the plugin out.
 """
 
 from __future__ import annotations
