@@ -13,7 +13,7 @@ from torch import Tensor
 from store.contract import StateContract
 from store.local import Folder, fill
 from store.objects import Lost, Torn, Usage
-from store.sample import all_finite, checksum, states_view
+from store.sample import checksum, examine, states_view
 
 SUFFIX = ".states"
 HEADER = struct.Struct("<QQ")  # bytes of the states, their checksum
@@ -57,9 +57,10 @@ class DurableCache:
         path = self._path(contract, token_ids)
         if path.exists():
             return
-        if not all_finite(states):
+        check, finite = examine(states)
+        if not finite:
             raise Torn("states to keep are not finite", cause="non_finite")
-        header = HEADER.pack(view.nbytes, checksum(view))
+        header = HEADER.pack(view.nbytes, check)
         self._folder.write(path.name, memoryview(header), view, overwrite=True, evict=SUFFIX)
 
     def usage(self) -> Usage:

@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed here"),
 ]
-PROMPTS, TOKENS = 4, 24
+PROMPTS, TOKENS = 4, 32
 ALSO = {"full": {}, "sliding": {"draft_vocab_size": 100}}  # both conventions of one draft must be right for its blocks to be
 DRAWS, TEMPERATURE = 30, 0.3  # of answers that are drawn: a second each, interpreted
 FLAGS = {
