@@ -9,6 +9,8 @@ REQUIRE := 1.35
 
 # A `train.py` or a `configs/` in the working directory must not be taken for ours.
 export PYTHONSAFEPATH := 1
+# Every process of a run would compile all that it imports, for two thirds of its start; `.ci/setup` leaves that to the first.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-vllm test lint slurm-packages clean
 
