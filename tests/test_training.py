@@ -140,8 +140,10 @@ def assert_same_run(ours: Config, theirs: Config) -> None:
     for step, line in curve(ours).items():
         assert line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5)
         assert (line["slots"], line["samples"]) == (expected[step]["slots"], expected[step]["samples"])
+    found = weights(ours)
     for name, tensor in weights(theirs).items():
-        torch.testing.assert_close(weights(ours)[name], tensor, rtol=1e-3, atol=3e-5)  # Muon makes rounding hundreds of times larger
+        far = ~torch.isclose(found[name], tensor, rtol=1e-3, atol=3e-5)  # Muon makes rounding hundreds of times larger
+        assert far.float().mean() < 0.005, name  # and AdamW makes a whole step of a gradient that is nothing but rounding
     held_out, expected = curve(ours, "validation.jsonl"), curve(theirs, "validation.jsonl")
     assert held_out.keys() == expected.keys()
     for step, record in held_out.items():
