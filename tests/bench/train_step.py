@@ -4,8 +4,8 @@ optimizer state. Ours, the same step written the plain way, and the speculators 
 `python tests/bench/train_step.py [--speculators DIR]`, DIR from `pip install --no-deps --target DIR speculators==0.9.0
 hs-connectors==0.9.0`, in an environment that has vLLM. Each row is two processes with one thread: one for seconds, which are of CPU, so
 that other work on the machine does not count, the better of two steps after one; and one for memory, the kernel's own record of the
-most resident bytes, with an allocator that gives back at once what is freed. All orthogonalise in fp32 (what speculators calls does it
-in bf16, which is far slower on a CPU).
+most resident bytes, with an allocator that gives back at once what is freed. All orthogonalise in fp32, but for speculators as it comes,
+which does it in bf16.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def plain_slot_terms(slots: Slots, w2: Tensor, heads: Heads, loss: Loss) -> Slot
 
 
 class Speculators:
-    def __init__(self, vocabulary: int, anchors: int, folder: str):
+    def __init__(self, vocabulary: int, anchors: int, folder: str, as_it_comes: bool):
         sys.path.insert(0, folder)
         from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
         from transformers import Qwen3Config
@@ -105,7 +105,8 @@ class Speculators:
         others = [x for name, x in named if not any(x is matrix for matrix in matrices)]
         self.parameters = [x for _, x in named]
         self.optimizers = [torch.optim.Muon(matrices, lr=1e-4, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(others, lr=1e-4)]
-        torch.Tensor.bfloat16 = lambda tensor: tensor  # of torch.optim.Muon's Newton-Schulz
+        if not as_it_comes:
+            torch.Tensor.bfloat16 = lambda tensor: tensor  # of torch.optim.Muon's Newton-Schulz
 
     def forward(self) -> Tensor:
         return self.draft(*self.inputs, **self.arguments)[1]
@@ -134,8 +135,8 @@ def resident(which: str) -> int:
 def measure(kind: str, vocabulary: int, anchors: int, folder: str) -> dict:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if kind == "speculators":
-        step = Speculators(vocabulary, anchors, folder)
+    if kind.startswith("speculators"):
+        step = Speculators(vocabulary, anchors, folder, kind == "speculators bf16")
     else:
         step = LossAlone(vocabulary, anchors) if kind == "loss alone" else Step(vocabulary, anchors, kind == "plain")
     parts = {"forward": [], "backward": [], "optimizer": [], "memory": []}
@@ -176,7 +177,7 @@ def main() -> None:
     if args.row:
         print(json.dumps(measure(args.row[0], int(args.row[1]), int(args.row[2]), args.speculators)))
         return
-    kinds = ["ours", "plain", *(["speculators"] if args.speculators else [])]
+    kinds = ["ours", "plain", *(["speculators", "speculators bf16"] if args.speculators else [])]
     rows = [(kind, size, 64) for size in (49_152, 163_840) for kind in kinds]
     rows += [("loss alone", *size) for size in ((49_152, 64), (163_840, 64), (49_152, 256))]
     print("| | vocabulary | anchors | forward s | backward s | optimizer s | step s | memory MB |\n|---|---|---|---|---|---|---|---|")
