@@ -236,7 +236,6 @@ class Muon(Section):
     scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"
     momentum: Fraction = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    newton_schulz_steps: Positive = 5
 
 
 class Train(Section):
