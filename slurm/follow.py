@@ -16,6 +16,7 @@ from pathlib import Path
 
 from configs.load import config_argument, parse
 from configs.schema import Config
+from store.files import write
 
 OVER = {"done", "failed", "stopped"}
 LOOK_S = 1.0
@@ -51,10 +52,8 @@ def read_status(run_dir: Path) -> dict:
 
 def write_status(run_dir: Path, status: dict) -> None:
     """Say what goes on. A reader sees the whole file or the one before."""
-    partial = run_dir / "status.partial"
     run_dir.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps(status, indent=1))
-    partial.replace(run_dir / "status.json")
+    write(run_dir / "status.json", json.dumps(status, indent=1))
 
 
 def _launch(status: dict) -> tuple:
