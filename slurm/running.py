@@ -116,11 +116,14 @@ class Running:
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """The last lines of this launch's part of the log."""
-        with open(self.log, "rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self.begin, end - TAIL_BYTES))
-            text = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"  {line}" for line in text[-lines:])
+        return "\n".join(f"  {line}" for line in last_lines(self.log, self.begin)[-lines:])
+
+
+def last_lines(log: Path, begin: int = 0) -> list[str]:
+    """The end of a log, of what lies behind its first `begin` bytes."""
+    with open(log, "rb") as file:
+        file.seek(max(begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()
 
 
 def _begin(parent: int, blocked: set[signal.Signals]) -> None:
