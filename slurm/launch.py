@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from configs.command import PlainError, command
-from configs.load import config_argument, parse
+from configs.load import parse
 from configs.schema import Config
 from slurm import plan
 from slurm.follow import OVER, read_status, write_status
@@ -48,7 +48,6 @@ def main(argv: list[str] | None = None) -> int:
         epilog="COMMAND takes the place of the trainers, e.g. -- python -m extract.rollout CONFIG --prompts FILE --output FILE",
     )
     parser.add_argument("--join", action="store_true", help="only one more extractor, for a run that goes on elsewhere")
-    config_argument(parser)
     args, config = parse(parser, argv[:end])
     arguments = [args.config, *args.overrides]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # `run_roles` looks for it

@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 
-from configs.load import config_argument, parse
+from configs.load import parse
 from slurm.sizes import Facts, parts_of, size_of
 from store.verifier import VerifierError
 
@@ -144,7 +144,6 @@ def warnings(facts: Facts) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slurm.plan", description=__doc__.splitlines()[0])
-    config_argument(parser)
     args, config = parse(parser, argv)
     try:
         facts = Facts(config)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.command import command
-from configs.load import ConfigError, config_argument, parse
+from configs.load import ConfigError, parse
 from configs.schema import Config
 from slurm.processes import say
 from slurm.role import die_with_parent, shell_status
@@ -96,7 +96,6 @@ def _lines(file: Path) -> list[str]:
 @command("slurm.rounds", status=2)
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slurm.rounds", description=__doc__.splitlines()[0])
-    config_argument(parser)
     args, config = parse(parser, argv)
     return run(config, [args.config, *args.overrides])
 

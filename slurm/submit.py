@@ -26,7 +26,7 @@ import submitit
 from submitit.core.utils import pickle_load
 
 from configs.command import command
-from configs.load import config_argument, parse
+from configs.load import parse
 from configs.schema import Config
 from slurm.follow import follow, write_status
 from slurm.nodes import ask_slurm
@@ -114,7 +114,6 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(prog="slurm.submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    config_argument(parser)
     parser.add_argument("--stage", choices=["train", "extractors", "prepare", "capture", "rollout", "evaluate"], default="train")
     parser.add_argument("--shards", type=int, default=4, metavar="N", help="tasks of prepare and capture (default: %(default)s)")
     parser.add_argument("--extractors", type=int, default=0, metavar="N", help="extractors of training as jobs of their own")
