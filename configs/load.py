@@ -43,14 +43,11 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
         raise ConfigError(f"{path}: " + "; ".join(_explain(item) for item in error.errors())) from None
 
 
-def config_argument(parser: argparse.ArgumentParser) -> None:
-    """Give a command the arguments that every command shares: CONFIG and overrides."""
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> tuple[argparse.Namespace, Config]:
+    """Parse a command line of a command's own options and what all commands share, CONFIG and overrides; a bad recipe ends the
+    command with one line and status 2."""
     parser.add_argument("config", metavar="CONFIG", help="recipe, e.g. configs/smollm2_embedded.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, e.g. train.lr=2e-4")
-
-
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> tuple[argparse.Namespace, Config]:
-    """Parse a command line that has `config_argument`'s; a bad recipe ends the command with one line and status 2."""
     args = parser.parse_intermixed_args(argv)
     try:
         return args, load(args.config, args.overrides)

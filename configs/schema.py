@@ -9,11 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Bytes = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -27,7 +35,7 @@ class Verifier(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     trust_remote_code: bool = False
     template: dict[str, bool | int | float | str] = {}  # switches of its chat template, e.g. {enable_thinking: false}
-    margin: Annotated[float, Field(ge=0)] | None = None  # top-2 gap of logits under which argmax is rounding; null: 1e-3 fp32, 0.25 bf16
+    margin: NonNegativeFloat | None = None  # top-2 gap of logits under which argmax is rounding; null: 1e-3 fp32, 0.25 bf16
 
     @property
     def rounding(self) -> float:
@@ -38,22 +46,22 @@ class Data(Section):
     """The tokenised data set that `extract.prepare_data` writes and training reads."""
 
     path: Path
-    length: Positive = 8192  # tokens a sample
-    min_supervised: Positive = 16  # two blocks
+    length: PositiveInt = 8192  # tokens a sample
+    min_supervised: PositiveInt = 16  # two blocks
     turns: Literal["all", "last"] = "all"  # of the assistant's, that are supervised
     cut: Literal["token", "turn"] = "token"  # where a row that is too long ends
     validation: Fraction = 0.0  # of the prompts, held out by a hash of each
-    processes: Positive = 1  # that tokenise
+    processes: PositiveInt = 1  # that tokenise
 
 
 class Rollout(Section):
     """How the verifier answers prompts (`extract.rollout`)."""
 
-    max_tokens: Positive = 1024
-    temperature: Annotated[float, Field(ge=0)] = 0.0
+    max_tokens: PositiveInt = 1024
+    temperature: NonNegativeFloat = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0  # 0: of all tokens
-    concurrency: Positive = 32
+    top_k: NonNegativeInt = 0  # 0: of all tokens
+    concurrency: PositiveInt = 32
     states: bool = False  # are made on the way and kept in the durable cache: no prefill of the answers later (the vllm engine)
 
 
@@ -62,16 +70,16 @@ class Extract(Section):
 
     engine: Literal["transformers", "vllm"] = "transformers"
     host: str = "127.0.0.1"  # where trainers reach it
-    threads: Positive = 1
-    max_model_len: Positive = 8193  # a sample of `data.length` tokens and the one token that engines insist on generating
-    batch_size: Positive = 32  # rows decoded together
-    kv_bytes: Bytes = 4 << 30  # of their KV cache (the transformers engine): fewer rows where each may be long
-    batch_tokens: Positive = 2048  # prefilled together
-    drain_s: Annotated[float, Field(ge=0)] = 30.0
+    threads: PositiveInt = 1
+    max_model_len: PositiveInt = 8193  # a sample of `data.length` tokens and the one token that engines insist on generating
+    batch_size: PositiveInt = 32  # rows decoded together
+    kv_bytes: PositiveInt = 4 << 30  # of their KV cache (the transformers engine): fewer rows where each may be long
+    batch_tokens: PositiveInt = 2048  # prefilled together
+    drain_s: NonNegativeFloat = 30.0
     # Of the vllm engine only.
-    tensor_parallel: Positive = 1
-    nodes: Positive = 1  # that one extractor spans
-    writers: Positive = 1  # threads of each rank that put states
+    tensor_parallel: PositiveInt = 1
+    nodes: PositiveInt = 1  # that one extractor spans
+    writers: PositiveInt = 1  # threads of each rank that put states
     flags: dict[str, bool | int | float | str | dict | list] = {}  # of `vllm serve`, e.g. {enforce-eager: true, load-format: auto}
     environment: dict[str, str] = {}  # of the engine's processes
 
@@ -89,11 +97,11 @@ class Mooncake(Section):
     host: str = "127.0.0.1"  # the master's address, on the fabric; each client finds its own by the route to it
     protocol: Literal["tcp", "rdma"] = "tcp"
     devices: str = ""  # of RDMA, with commas between; empty: Mooncake chooses
-    threads: Positive = 8  # of the master
-    deadline_s: Positive = 5  # without an answer or a byte from a peer; the call that waits for it fails then
-    lease_s: Positive = 60  # longer than the slowest read of one object
-    release_s: Positive = 120  # until the space of a put that never ended is used again: longer than the slowest put
-    orphan_s: Positive = 120  # until an object that nobody removed has lost its consumer: longer than a fetch of a sample waits
+    threads: PositiveInt = 8  # of the master
+    deadline_s: PositiveInt = 5  # without an answer or a byte from a peer; the call that waits for it fails then
+    lease_s: PositiveInt = 60  # longer than the slowest read of one object
+    release_s: PositiveInt = 120  # until the space of a put that never ended is used again: longer than the slowest put
+    orphan_s: PositiveInt = 120  # until an object that nobody removed has lost its consumer: longer than a fetch of a sample waits
 
 
 class Store(Section):
@@ -101,11 +109,11 @@ class Store(Section):
 
     kind: Literal["local", "mooncake"] = "local"
     path: Path  # local: of the streaming objects, a memory file system is best; mooncake: where the master says its address
-    bytes: Bytes = 1 << 30
+    bytes: PositiveInt = 1 << 30
     codec: Literal["raw", "fp8", "fp8_all"] = "raw"  # fp8: e4m3, one scale per token and tap; fp8_all: the last state too
     keep: bool = False  # also put what was fetched into the durable cache
     cache_path: Path | None = None
-    cache_bytes: Bytes = 8 << 30
+    cache_bytes: PositiveInt = 8 << 30
     mooncake: Mooncake = Mooncake()
 
     @model_validator(mode="after")
@@ -118,12 +126,12 @@ class Store(Section):
 class Pool(Section):
     """A rank's view of the extractors."""
 
-    deadline_s: Annotated[float, Field(gt=0)] = 900.0  # of one request
-    attempts: Positive = 5
-    failures: Positive = 20  # samples in a row that could not be made end the run
-    in_flight: Positive = 4
-    min_extractors: Annotated[int, Field(ge=0)] | None = None  # a launch goes on while it has so many; null: all of its own
-    look_ahead: Positive = 16  # samples asked for before they are needed
+    deadline_s: PositiveFloat = 900.0  # of one request
+    attempts: PositiveInt = 5
+    failures: PositiveInt = 20  # samples in a row that could not be made end the run
+    in_flight: PositiveInt = 4
+    min_extractors: NonNegativeInt | None = None  # a launch goes on while it has so many; null: all of its own
+    look_ahead: PositiveInt = 16  # samples asked for before they are needed
 
 
 class Init(Section):
@@ -138,55 +146,55 @@ class Init(Section):
 class Gqa(Section):
     """Grouped-query attention as in Qwen3."""
 
-    heads: Positive | None = None
-    kv_heads: Positive | None = None
-    head_dim: Positive | None = None
-    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    heads: PositiveInt | None = None
+    kv_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    rope_theta: PositiveFloat | None = None
 
 
 class Yarn(Section):
     """Rotary frequencies stretched beyond the length that they were made for, at every length alike."""
 
     factor: Annotated[float, Field(gt=1)]
-    original_max_position_embeddings: Positive
-    beta_fast: Annotated[float, Field(gt=0)] = 32.0
-    beta_slow: Annotated[float, Field(gt=0)] = 1.0
-    mscale: Annotated[float, Field(ge=0)] = 1.0  # sharpens the softmax; engines know it as mscale and mscale_all_dim, here equal
+    original_max_position_embeddings: PositiveInt
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
+    mscale: NonNegativeFloat = 1.0  # sharpens the softmax; engines know it as mscale and mscale_all_dim, here equal
 
 
 class Mla(Section):
     """Multi-head latent attention as in Kimi-K3: rotary pairs are interleaved. Nothing here is taken from the verifier."""
 
-    heads: Positive
-    q_lora_rank: Positive
-    kv_lora_rank: Positive
-    qk_nope_head_dim: Positive
-    qk_rope_head_dim: Positive
-    v_head_dim: Positive
-    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    heads: PositiveInt
+    q_lora_rank: PositiveInt
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    rope_theta: PositiveFloat = 10000.0
     yarn: Yarn | None = None
 
 
 class Draft(Section):
     """The draft. Taps are aux ids: tap `a` is the residual stream after `a` verifier layers."""
 
-    taps: tuple[Positive, ...]
+    taps: tuple[PositiveInt, ...]
     decoder: Literal["gqa", "mla"] = "gqa"
     gqa: Gqa = Gqa()
     mla: Mla | None = None
-    layers: Positive = 5
+    layers: PositiveInt = 5
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None  # null: all sliding where there is a window
-    window: Positive | None = None  # sliding layers see so many tokens, by the engine's rule
+    window: PositiveInt | None = None  # sliding layers see so many tokens, by the engine's rule
     causal: bool | None = None  # inside a block; null: as engines choose, sliding layers causal and full ones not
     block_size: Annotated[int, Field(gt=1)] = 8
-    mask_token_id: Annotated[int, Field(ge=0)]
-    markov_rank: Positive = 256
-    hidden_size: Positive | None = None
-    intermediate_size: Positive | None = None
-    vocab_size: Positive | None = None  # rows of the verifier's embedding
-    draft_vocab_size: Positive | None = None  # tokens that the draft can say, those most often supervised; null: all
-    rms_norm_eps: Annotated[float, Field(gt=0)] | None = None
-    max_position_embeddings: Positive | None = None
+    mask_token_id: NonNegativeInt
+    markov_rank: PositiveInt = 256
+    hidden_size: PositiveInt | None = None
+    intermediate_size: PositiveInt | None = None
+    vocab_size: PositiveInt | None = None  # rows of the verifier's embedding
+    draft_vocab_size: PositiveInt | None = None  # tokens that the draft can say, those most often supervised; null: all
+    rms_norm_eps: PositiveFloat | None = None
+    max_position_embeddings: PositiveInt | None = None
     init: Init = Init()
 
     @field_validator("taps")
@@ -217,96 +225,88 @@ class Draft(Section):
 class Loss(Section):
     """The objective: weighted terms of each slot, all weighted by exp(-slot / decay_gamma)."""
 
-    terms: dict[Literal["ce", "ce_argmax", "l1", "tv"], Annotated[float, Field(gt=0)]] = {"ce": 0.1, "l1": 0.9}
-    confidence: Annotated[float, Field(ge=0)] = 1.0
-    decay_gamma: Annotated[float, Field(gt=0)] = 4.0
+    terms: Annotated[dict[Literal["ce", "ce_argmax", "l1", "tv"], PositiveFloat], Field(min_length=1)] = {"ce": 0.1, "l1": 0.9}
+    confidence: NonNegativeFloat = 1.0
+    decay_gamma: PositiveFloat = 4.0
     denominator: Literal["weighted", "slots"] = "weighted"
-    chunk_bytes: Bytes = 256 << 20  # of logits held at once
-
-    @field_validator("terms")
-    @classmethod
-    def _some_term(cls, terms):
-        if not terms:
-            raise ValueError("at least one of ce, ce_argmax, l1, tv")
-        return terms
+    chunk_bytes: PositiveInt = 256 << 20  # of logits held at once
 
 
 class Muon(Section):
-    lr: Annotated[float, Field(gt=0)] | None = None  # null: train.lr
+    lr: PositiveFloat | None = None  # null: train.lr
     scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"
     momentum: Fraction = 0.95
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    newton_schulz_steps: Positive = 5
+    weight_decay: NonNegativeFloat = 0.1
 
 
 class Train(Section):
     """The training loop. A step is `global_batch` samples of the global order, however many ranks share them."""
 
-    epochs: Positive = 1
-    max_steps: Positive | None = None
-    global_batch: Positive = 8
-    micro_tokens: Positive = 8192  # packed tokens of one micro-step
-    num_anchors: Positive = 512  # of one sample
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
+    global_batch: PositiveInt = 8
+    micro_tokens: PositiveInt = 8192  # packed tokens of one micro-step
+    num_anchors: PositiveInt = 512  # of one sample
     anchors: Literal["uniform", "walk"] = "uniform"  # walk: as often as an engine drafts there (`train.visited`); costs a forward pass more
     grow_slots: Fraction = 0.0  # blocks of 2, then 4, then all slots over this share of the run
     optimizer: Literal["muon", "adamw"] = "muon"
-    lr: Annotated[float, Field(gt=0)] = 1e-4
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    lr: PositiveFloat = 1e-4
+    min_lr: NonNegativeFloat = 0.0
     warmup_ratio: Fraction = 0.03
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01  # of what AdamW updates
-    markov_lr_scale: Annotated[float, Field(gt=0)] = 1.0
+    weight_decay: NonNegativeFloat = 0.01  # of what AdamW updates
+    markov_lr_scale: PositiveFloat = 1.0
     muon: Muon = Muon()
-    clip: Annotated[float, Field(gt=0)] = 1.0
+    clip: PositiveFloat = 1.0
     parallel: Literal["ddp", "fsdp"] = "ddp"  # ranks hold whole parameters, or rows of each (FSDP2)
-    threads: Positive = 1  # CPU threads of one rank
-    stuck_s: Annotated[float, Field(gt=0)] = 3600.0  # a rank that waits so long for another one ends; longer than any wait for states
-    checkpoint_every: Annotated[float, Field(gt=0)] = 500  # steps; under 1: of an epoch
-    keep_checkpoints: Positive = 3  # the newest; the best one stays too
+    threads: PositiveInt = 1  # CPU threads of one rank
+    stuck_s: PositiveFloat = 3600.0  # a rank that waits so long for another one ends; longer than any wait for states
+    checkpoint_every: PositiveFloat = 500  # steps; under 1: of an epoch
+    keep_checkpoints: PositiveInt = 3  # the newest; the best one stays too
     milestones: tuple[Fraction, ...] = ()  # shares of the run whose checkpoints stay too
-    validate_every: Positive | None = None  # steps between simulations on held-out data (`data.validation`)
-    validation_samples: Positive = 64
-    log_every: Positive = 20  # steps
+    validate_every: PositiveInt | None = None  # steps between simulations on held-out data (`data.validation`)
+    validation_samples: PositiveInt = 64
+    log_every: PositiveInt = 20  # steps
 
 
 class Evaluate(Section):
     """Acceptance (`train.evaluate`, and validation while training)."""
 
     sets: tuple[str, ...] = ()  # files of prompts or rollouts, or public sets by name (`train.sets`)
-    limit: Positive | None = None  # conversations of each set
+    limit: PositiveInt | None = None  # conversations of each set
     # simulation alone: states from the store
     readings: Annotated[tuple[Literal["closed_loop", "simulation"], ...], Field(min_length=1)] = ("closed_loop", "simulation")
     engine: str | None = None  # URL of a served engine whose counters are read too
-    concurrency: Positive = 1  # requests that it has at once
+    concurrency: PositiveInt = 1  # requests that it has at once
     rule: Literal["greedy", "standard", "greedy_drafts", "block"] = "greedy"  # of acceptance (`train.acceptance`)
-    temperature: Annotated[float, Field(gt=0)] = 1.0  # of every rule but greedy
-    max_tokens: Positive = 128
-    batch_size: Positive = 32  # decoded together
-    threads: Positive = 1
+    temperature: PositiveFloat = 1.0  # of every rule but greedy
+    max_tokens: PositiveInt = 128
+    batch_size: PositiveInt = 32  # decoded together
+    threads: PositiveInt = 1
 
 
 class Restarts(Section):
     """How often a role that dies is started again before its death ends the launch."""
 
-    master: Annotated[int, Field(ge=0)] = 0
-    extractor: Annotated[int, Field(ge=0)] = 0  # each
-    trainer: Annotated[int, Field(ge=0)] = 0  # all ranks together, from the latest checkpoint
+    master: NonNegativeInt = 0
+    extractor: NonNegativeInt = 0  # each
+    trainer: NonNegativeInt = 0  # all ranks together, from the latest checkpoint
 
 
 class Launch(Section):
     """Roles that `slurm.launch` starts, on this machine or over the nodes of a Slurm allocation."""
 
-    extractors: Annotated[int, Field(ge=0)] = 1  # of extract.nodes nodes each; 0: jobs of their own (`slurm.submit --extractors`)
-    trainer_nodes: Annotated[int, Field(ge=0)] = 0  # 0: everything on one machine
-    trainers: Positive = 1  # ranks, on each trainer node
-    gpus: Annotated[int, Field(ge=0)] = 0  # of each node; on one machine extractors take the first, trainers the next
+    extractors: NonNegativeInt = 1  # of extract.nodes nodes each; 0: jobs of their own (`slurm.submit --extractors`)
+    trainer_nodes: NonNegativeInt = 0  # 0: everything on one machine
+    trainers: PositiveInt = 1  # ranks, on each trainer node
+    gpus: NonNegativeInt = 0  # of each node; on one machine extractors take the first, trainers the next
     interface: str | None = None  # of the fabric, e.g. ib0; null: the one by which nodes reach one another
     slurm: dict[str, str | int | bool] = {}  # options of sbatch for `slurm.submit`, e.g. {partition: gpu, account: me}
-    minutes: Positive = 24 * 60  # that it asks for
-    checkpoint_s: Annotated[float, Field(ge=0)] = 300.0  # for the trainers to write one, when SIGUSR1 says that time is running out
+    minutes: PositiveInt = 24 * 60  # that it asks for
+    checkpoint_s: NonNegativeFloat = 300.0  # for the trainers to write one, when SIGUSR1 says that time is running out
     restarts: Restarts = Restarts()
-    ready_s: Annotated[float, Field(gt=0)] = 1800.0  # an extractor answers by then
-    stuck_s: Annotated[float, Field(gt=0)] = 60.0  # a service that answers nothing for so long counts as dead
-    grace_s: Annotated[float, Field(ge=0)] = 10.0  # between SIGTERM and SIGKILL
+    ready_s: PositiveFloat = 1800.0  # an extractor answers by then
+    stuck_s: PositiveFloat = 60.0  # a service that answers nothing for so long counts as dead
+    grace_s: NonNegativeFloat = 10.0  # between SIGTERM and SIGKILL
 
 
 class Python(Section):
@@ -319,27 +319,27 @@ class Python(Section):
 class Plan(Section):
     """What `slurm.plan` cannot find out by itself where it runs."""
 
-    layers: Positive | None = None  # of the verifier, as heads and weights; null: by its files
-    heads: Positive | None = None
-    weights: Bytes | None = None
-    gpu_bytes: Bytes | None = None  # memory of one GPU; null: not checked
-    rows: Positive | None = None  # of the data set, and mean tokens of one; null: by the data set
-    tokens: Positive | None = None
-    prefill: Annotated[float, Field(gt=0)] | None = None  # tokens/s of one extractor; null: by the run's metrics
-    training: Annotated[float, Field(gt=0)] | None = None  # tokens/s of one rank that never waits; null: by the run's metrics
+    layers: PositiveInt | None = None  # of the verifier, as heads and weights; null: by its files
+    heads: PositiveInt | None = None
+    weights: PositiveInt | None = None
+    gpu_bytes: PositiveInt | None = None  # memory of one GPU; null: not checked
+    rows: PositiveInt | None = None  # of the data set, and mean tokens of one; null: by the data set
+    tokens: PositiveInt | None = None
+    prefill: PositiveFloat | None = None  # tokens/s of one extractor; null: by the run's metrics
+    training: PositiveFloat | None = None  # tokens/s of one rank that never waits; null: by the run's metrics
 
 
 class Rounds(Section):
     """Rollout and training by turns, on the same machines or devices (`slurm.rounds`)."""
 
-    batches: Positive  # steps of one round
+    batches: PositiveInt  # steps of one round
     prompts: tuple[Path, ...]  # as for `extract.rollout`, in the order of rounds; begun anew when all were used
-    number: Annotated[int, Field(ge=0)] = 0  # the round that runs now: set by slurm.rounds
+    number: NonNegativeInt = 0  # the round that runs now: set by slurm.rounds
 
 
 class Config(Section):
     run_dir: Path
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: NonNegativeInt = 0
     verifier: Verifier
     data: Data
     rollout: Rollout = Rollout()

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from configs.command import command
-from configs.load import config_argument, parse
+from configs.load import parse
 from configs.schema import Config
 from extract.captured import RECORD, Captured
 from extract.command import Progress, shard
@@ -126,7 +126,6 @@ class Captures(Progress):
 @command("extract.capture", ValueError)
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="extract.capture", description=__doc__.splitlines()[0])
-    config_argument(parser)
     parser.add_argument("--data", type=Path, metavar="DIR", help="data set of extract.prepare_data (default: data.path)")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="i/n", help="only every n-th row, from row i on")
     args, config = parse(parser, argv)

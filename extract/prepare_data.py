@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from configs.command import command
-from configs.load import config_argument, parse
+from configs.load import parse
 from configs.schema import Config
 from extract.command import Progress, shard
 from extract.conversations import Dropped
@@ -148,7 +148,6 @@ def print_rows(config: Config, sources: list[Source], number: int) -> None:
 @command("prepare_data")
 def main(argv: list[str] | None = None) -> int | None:
     parser = argparse.ArgumentParser(prog="prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    config_argument(parser)
     parser.add_argument("--data", nargs="+", required=True, metavar="FILE[@WEIGHT]", help="conversations or rollouts")
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: data.path of CONFIG")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="i/n", help="make this part of the parts only, i from 0")

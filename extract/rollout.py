@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.command import PlainError, command
-from configs.load import config_argument, parse
+from configs.load import parse
 from configs.schema import Config
 from extract.command import Progress
 from extract.obtain import StateSource, persist
@@ -244,7 +244,6 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
 @command("extract.rollout")
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="extract.rollout", description=__doc__.splitlines()[0])
-    config_argument(parser)
     parser.add_argument("--prompts", nargs="+", type=Path, required=True, metavar="FILE", help="JSONL of prompts")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSONL of answers; continued if it is there")
     args, config = parse(parser, argv)

@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from configs.command import command
-from configs.load import config_argument, parse
+from configs.load import parse
 from configs.schema import Config
 
 
@@ -30,7 +30,6 @@ def serve(config: Config, node_rank: int, master_addr: str, master_port: int) ->
 @command("extract.serve", ValueError)  # what transformers and vLLM raise about a verifier
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="extract.serve", description=__doc__.splitlines()[0])
-    config_argument(parser)
     parser.add_argument("--node-rank", type=int, default=0, metavar="R", help="of extract.nodes nodes, from 0 (default: %(default)s)")
     parser.add_argument("--master-addr", default="127.0.0.1", metavar="A", help="address of node 0, as the others reach it")
     parser.add_argument("--master-port", type=int, default=29501, metavar="P", help="a free port there (default: %(default)s)")

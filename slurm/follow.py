@@ -8,18 +8,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from configs.load import config_argument, parse
+from configs.load import parse
 from configs.schema import Config
+from slurm.running import last_lines
+from store.files import write
 
 OVER = {"done", "failed", "stopped"}
 LOOK_S = 1.0
-TAIL_BYTES = 4096
 
 
 def follow(config: Config, job: str | None = None, once: bool = False) -> str:
@@ -51,10 +51,8 @@ def read_status(run_dir: Path) -> dict:
 
 def write_status(run_dir: Path, status: dict) -> None:
     """Say what goes on. A reader sees the whole file or the one before."""
-    partial = run_dir / "status.partial"
     run_dir.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps(status, indent=1))
-    partial.replace(run_dir / "status.json")
+    write(run_dir / "status.json", json.dumps(status, indent=1))
 
 
 def _launch(status: dict) -> tuple:
@@ -69,16 +67,13 @@ def _headline(status: dict) -> str:
 
 def _progress(log: Path) -> str | None:
     """The last line that says at which step the trainers are."""
-    with contextlib.suppress(FileNotFoundError), open(log, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-        return next((line for line in reversed(lines) if "step " in line), None)
+    with contextlib.suppress(FileNotFoundError):
+        return next((line for line in reversed(last_lines(log)) if "step " in line), None)
     return None
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slurm.follow", description=__doc__.splitlines()[0])
-    config_argument(parser)
     parser.add_argument("--once", action="store_true", help="until this launch is over, though the run be started again; status 0")
     args, config = parse(parser, argv)
     return 0 if follow(config, once=args.once) == "done" or args.once else 1

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import os
 import signal
 import socket
@@ -24,8 +23,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from configs.command import PlainError
-from configs.load import config_argument, parse
+from configs.command import PlainError, command
+from configs.load import parse
 from configs.schema import Config
 from slurm import plan
 from slurm.follow import OVER, read_status, write_status
@@ -33,19 +32,15 @@ from slurm.nodes import NodeError, allocation, lost, requeue
 from slurm.processes import Outcome, run_roles, say
 from slurm.roles import clear, joining, role_table
 from slurm.running import STOP
-from store.objects import StoreError
+from store.files import try_lock
 
 JOIN_S = 2.0
 
 
-class Refused(PlainError):
-    """The run's folder cannot be had for this launch; the message is one line."""
-
-
+@command("launch", status=2)
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
-    ours, command = argv[:end], argv[end + 1 :]
     parser = argparse.ArgumentParser(
         prog="slurm.launch",
         usage="%(prog)s [-h] [--join] CONFIG [key=value ...] [-- COMMAND ...]",
@@ -53,25 +48,16 @@ def main(argv: list[str] | None = None) -> int:
         epilog="COMMAND takes the place of the trainers, e.g. -- python -m extract.rollout CONFIG --prompts FILE --output FILE",
     )
     parser.add_argument("--join", action="store_true", help="only one more extractor, for a run that goes on elsewhere")
-    config_argument(parser)
-    args, config = parse(parser, ours)
+    args, config = parse(parser, argv[:end])
     arguments = [args.config, *args.overrides]
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # `run_roles` looks for it
-    try:
-        if args.join:
-            return join(config, arguments)
-        with contextlib.redirect_stdout(sys.stderr):
-            if plan.main(arguments):
-                return 2
-        with exclusive(config.run_dir) as lock:
-            return launch(config, arguments, command, lock)
-    except Refused as error:
-        say(f"run_dir {config.run_dir}: {error}")
-    except NodeError as error:
-        say(str(error))
-    except StoreError as error:
-        say(f"store.path: {error}")
-    return 2
+    if args.join:
+        return join(config, arguments)
+    with contextlib.redirect_stdout(sys.stderr):
+        if plan.main(arguments):
+            return 2
+    with exclusive(config.run_dir) as lock:
+        return launch(config, arguments, argv[end + 1 :], lock)
 
 
 def join(config: Config, arguments: list[str]) -> int:
@@ -143,19 +129,14 @@ def teller(run_dir: Path, names: list[str]) -> Callable[..., None]:
 def exclusive(run_dir: Path) -> Iterator[int]:
     """Hold the run's folder (made if missing) for one launch; gives the lock's file descriptor.
 
-    Roles inherit it, so the folder stays taken while anything of a killed launch is still stopping. Raises Refused when
-    another launch holds it or it cannot be written.
+    Roles inherit it, so the folder stays taken while anything of a killed launch is still stopping. Raises PlainError when
+    another launch holds it, OSError when it cannot be written.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(run_dir / "launch.lock", "a+"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / "launch.lock", "a+") as lock:
+        if not try_lock(lock):
             lock.seek(0)
-            raise Refused(f"in use by {lock.read()}; wait for its end, or give another with run_dir=FOLDER") from None
-        except OSError as error:
-            raise Refused(f"cannot be used ({error.strerror})") from None
+            raise PlainError(f"run_dir {run_dir}: in use by {lock.read()}; wait for its end, or give another with run_dir=FOLDER")
         lock.truncate(0)
         lock.write(f"launch {os.getpid()} on {socket.gethostname()}")
         lock.flush()

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import random
 import re
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from configs.command import PlainError, command
 
 PORTS = range(20000, 32768)  # below what Linux gives out by itself
-SIOCGIFADDR = 0x8915
 SURVEY_S = 120.0
 ALIVE_S = 5.0
 
@@ -43,7 +42,7 @@ def allocation() -> list[str]:
     """Names of the nodes of this job, the first being the one that runs the batch script. Raises NodeError outside a job."""
     if "SLURM_JOB_NODELIST" not in os.environ:
         raise NodeError("launch.trainer_nodes: more than one machine takes a Slurm allocation (sbatch slurm/run.sbatch CONFIG)")
-    return _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+    return ask_slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
 
 
 def step(names: Sequence[str], title: str) -> list[str]:
@@ -64,12 +63,10 @@ def survey(names: Sequence[str], interface: str | None) -> list[Node]:
     command = [part for part in step(names, "survey") if part != "--label"]
     command += [sys.executable, "-m", "slurm.nodes", *choice, *names]
     try:
-        done = subprocess.run(command, text=True, capture_output=True, timeout=SURVEY_S)
+        lines = ask_slurm(*command, timeout_s=SURVEY_S).splitlines()
     except subprocess.TimeoutExpired:
         raise NodeError(f"nodes {', '.join(names)} did not answer within {SURVEY_S:.0f} s") from None
-    if done.returncode:
-        raise NodeError(" ".join(done.stderr.split()) or f"srun ended with status {done.returncode}")
-    found = {node.name: node for node in (Node(**json.loads(line)) for line in done.stdout.splitlines())}
+    found = {node.name: node for node in (Node(**json.loads(line)) for line in lines)}
     if len({node.interface for node in found.values()}) > 1:
         facts = ", ".join(f"{node.name} {node.interface}" for node in found.values())
         raise NodeError(f"launch.interface: name one that all nodes have; by themselves they would choose {facts}")
@@ -78,9 +75,9 @@ def survey(names: Sequence[str], interface: str | None) -> list[Node]:
 
 def lost(names: Sequence[str]) -> list[str]:
     """Those of the nodes whose slurmd cannot be reached. Slurm itself may take minutes to notice."""
-    port = int(re.search(r"SlurmdPort\s*=\s*(\d+)", _slurm("scontrol", "show", "config"))[1])
+    port = int(re.search(r"SlurmdPort\s*=\s*(\d+)", ask_slurm("scontrol", "show", "config"))[1])
     gone = []
-    for line in _slurm("scontrol", "--oneliner", "show", "node", ",".join(names)).splitlines():
+    for line in ask_slurm("scontrol", "--oneliner", "show", "node", ",".join(names)).splitlines():
         fields = dict(re.findall(r"(\w+)=(\S+)", line))
         try:
             socket.create_connection((fields["NodeAddr"], port), ALIVE_S).close()
@@ -91,12 +88,13 @@ def lost(names: Sequence[str]) -> list[str]:
 
 def requeue() -> None:
     """Have Slurm end this job and start it again. Raises NodeError where it does not do that."""
-    _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    ask_slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
 
 
-def _slurm(*command: str) -> str:
+def ask_slurm(*command: str, timeout_s: float | None = None) -> str:
+    """What a command of Slurm prints. Raises NodeError with what it says where it fails, TimeoutExpired."""
     try:
-        done = subprocess.run(command, text=True, capture_output=True)
+        done = subprocess.run(command, text=True, capture_output=True, timeout=timeout_s)
     except OSError as error:
         raise NodeError(f"{command[0]}: {error.strerror}") from None
     if done.returncode:
@@ -104,19 +102,10 @@ def _slurm(*command: str) -> str:
     return done.stdout
 
 
-def addresses() -> dict[str, str]:
-    """IPv4 address of each interface of this machine that has one."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                found[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))[20:24])
-    return found
-
-
 def describe(interface: str | None, peers: Sequence[str]) -> Node:
     """This node. Without `interface` its address is the one from which it reaches another of `peers`. Raises NodeError."""
-    name, known = os.environ.get("SLURMD_NODENAME", socket.gethostname()), addresses()
+    name, interfaces = os.environ.get("SLURMD_NODENAME", socket.gethostname()), psutil.net_if_addrs().items()
+    known = {key: entry.address for key, found in interfaces for entry in reversed(found) if entry.family == socket.AF_INET}
     if interface is None:
         peer = next((peer for peer in peers if peer != name), "127.0.0.1")
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 
-from configs.load import config_argument, parse
+from configs.load import parse
 from slurm.sizes import Facts, parts_of, size_of
 from store.verifier import VerifierError
 
@@ -96,11 +96,7 @@ def _of_store(facts: Facts) -> list[tuple]:
     return [
         ("store.bytes", store.bytes < facts.step, f"{size_of(store.bytes)} cannot hold the samples of one step, {step}"),
         ("store.path", alone, f"{store.path} is memory of one node, and roles are on {facts.nodes}: name a folder that all of them see"),
-        (
-            "store.mooncake.release_s",
-            remote and mooncake.release_s <= deadline,
-            f"{mooncake.release_s}: a put takes up to {deadline}",
-        ),
+        ("store.mooncake.release_s", remote and mooncake.release_s <= deadline, f"{mooncake.release_s}: a put takes up to {deadline}"),
         ("store.mooncake.lease_s", remote and mooncake.lease_s <= deadline, f"{mooncake.lease_s}: a read takes up to {deadline}"),
         ("store.mooncake.orphan_s", remote and mooncake.orphan_s <= deadline, f"{mooncake.orphan_s}: a read may begin deadline_s late"),
     ]
@@ -148,7 +144,6 @@ def warnings(facts: Facts) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slurm.plan", description=__doc__.splitlines()[0])
-    config_argument(parser)
     args, config = parse(parser, argv)
     try:
         facts = Facts(config)

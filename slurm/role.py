@@ -121,9 +121,8 @@ def descendants(root: int, without: Collection[int] = ()) -> list[int]:
     return found
 
 
-def exit_status(status: int) -> int:
-    """A wait status as a shell would put it: the exit code, or 128 + N for signal N."""
-    code = os.waitstatus_to_exitcode(status)
+def shell_status(code: int) -> int:
+    """What Python calls exit code -N, the end by signal N, is 128 + N to a shell."""
     return code if code >= 0 else 128 - code
 
 
@@ -147,7 +146,7 @@ def _reap(children: dict[int, str | None]) -> int | None:
     """Reap all that has ended (orphans too); the exit status of one of `children` that has failed, 0 once all have ended well."""
     while ended := _wait_any():
         if ended[0] in children:
-            rank, status = children.pop(ended[0]), exit_status(ended[1])
+            rank, status = children.pop(ended[0]), shell_status(os.waitstatus_to_exitcode(ended[1]))
             if status and rank:
                 print(f"slurm.role: rank {rank} ended with status {status}", file=sys.stderr, flush=True)
             if status or not children:

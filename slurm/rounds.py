@@ -16,10 +16,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from configs.load import ConfigError, config_argument, parse
+from configs.command import command
+from configs.load import ConfigError, parse
 from configs.schema import Config
 from slurm.processes import say
-from slurm.role import die_with_parent
+from slurm.role import die_with_parent, shell_status
 
 
 def run(config: Config, arguments: list[str]) -> int:
@@ -75,8 +76,7 @@ def _launch(arguments: list[str]) -> int:
     )
     signal.signal(signal.SIGTERM, lambda signum, frame: child.terminate())
     signal.signal(signal.SIGINT, lambda signum, frame: None)  # a terminal's Ctrl-C reaches the child too
-    status = child.wait()
-    return status if status >= 0 else 128 - status
+    return shell_status(child.wait())
 
 
 def _trained(run_dir: Path) -> int:
@@ -93,15 +93,11 @@ def _lines(file: Path) -> list[str]:
         raise ConfigError(f"rounds.prompts: {file}: cannot be read ({error.strerror})") from None
 
 
+@command("slurm.rounds", status=2)
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="slurm.rounds", description=__doc__.splitlines()[0])
-    config_argument(parser)
     args, config = parse(parser, argv)
-    try:
-        return run(config, [args.config, *args.overrides])
-    except ConfigError as error:
-        say(str(error))
-        return 2
+    return run(config, [args.config, *args.overrides])
 
 
 if __name__ == "__main__":

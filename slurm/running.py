@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from slurm.role import die_with_parent
+from slurm.role import die_with_parent, shell_status
 
 TAIL_LINES = 80
 TAIL_BYTES = 32 << 10
@@ -69,7 +69,7 @@ class Running:
         self.missing: str | None = None  # until it is
         self.began = self.looked = self.answered = time.monotonic()
         self.log = logs / f"{role.name}.log"
-        with open(self.log, "ab") as log:
+        with open(self.log, "ab", buffering=0) as log:  # a quick command must not write before this
             log.write(f"==> {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(role.command)}\n".encode())
             self.begin = self.shown = log.tell()
             self.process = subprocess.Popen(
@@ -112,15 +112,18 @@ class Running:
         code = self.process.poll()
         if code is None or (code == 0 and not self.role.ready):
             return None
-        return Failed(self, _reason(code), code if code >= 0 else 128 - code)
+        return Failed(self, _reason(code), shell_status(code))
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """The last lines of this launch's part of the log."""
-        with open(self.log, "rb") as log:
-            end = log.seek(0, os.SEEK_END)
-            log.seek(max(self.begin, end - TAIL_BYTES))
-            text = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"  {line}" for line in text[-lines:])
+        return "\n".join(f"  {line}" for line in last_lines(self.log, self.begin)[-lines:])
+
+
+def last_lines(log: Path, begin: int = 0) -> list[str]:
+    """The end of a log, of what lies behind its first `begin` bytes."""
+    with open(log, "rb") as file:
+        file.seek(max(begin, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()
 
 
 def _begin(parent: int, blocked: set[signal.Signals]) -> None:
@@ -131,7 +134,7 @@ def _begin(parent: int, blocked: set[signal.Signals]) -> None:
 
 def _reason(code: int) -> str:
     """How a wrapper with this return code ended, in words."""
-    signum = -code if code < 0 else code - 128
+    signum = shell_status(code) - 128
     if signum in set(signal.Signals):
         return f"was killed by {signal.Signals(signum).name}"
     return f"ended with status {code}"

@@ -25,26 +25,24 @@ from pathlib import Path
 import submitit
 from submitit.core.utils import pickle_load
 
-from configs.load import config_argument, parse
+from configs.command import command
+from configs.load import parse
 from configs.schema import Config
 from slurm.follow import follow, write_status
+from slurm.nodes import ask_slurm
 from slurm.roles import environment
 
 LOOK_S = 2.0
 
 
 @dataclass
-class Task:
-    """One task of an array: a command that may be run again, and then goes on where it was."""
+class Task(submitit.helpers.Checkpointable):
+    """One task of an array: a command that may be run again, as Slurm does after a preemption, and then goes on where it was."""
 
     command: list[str]
 
     def __call__(self) -> None:
         subprocess.run(self.command, check=True, env=environment(1))
-
-    def checkpoint(self) -> submitit.helpers.DelayedSubmission:
-        """How submitit has Slurm start the task again, when time is out or it is preempted."""
-        return submitit.helpers.DelayedSubmission(self)
 
 
 def tasks(stage: str, config: Config, arguments: list[str], shards: int, extra: list[str]) -> list[Task]:
@@ -86,17 +84,13 @@ def submit_array(config: Config, name: str, work: list[Task], launches: bool = F
 
 
 def submit_training(config: Config, arguments: list[str]) -> str:
-    """The job's number."""
+    """The job's number. Raises NodeError."""
     launch = config.launch
     nodes = launch.extractors * config.extract.nodes + launch.trainer_nodes
     size = {"nodes": max(1, nodes), "time": launch.minutes, "gpus-per-node": launch.gpus, "output": config.run_dir / "slurm-%j.log"}
     options = [f"--{key}={value}" for key, value in (size | launch.slurm).items()]
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    command = ["sbatch", "--parsable", *options, str(Path(__file__).with_name("run.sbatch")), *arguments]
-    done = subprocess.run(command, text=True, capture_output=True)
-    if done.returncode:
-        raise SystemExit(f"slurm.submit: {' '.join(done.stderr.split())}")
-    return done.stdout.strip()
+    return ask_slurm("sbatch", "--parsable", *options, str(Path(__file__).with_name("run.sbatch")), *arguments).strip()
 
 
 def wait(jobs: list) -> int:
@@ -115,11 +109,11 @@ def wait(jobs: list) -> int:
         time.sleep(LOOK_S)
 
 
+@command("slurm.submit")
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(prog="slurm.submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    config_argument(parser)
     parser.add_argument("--stage", choices=["train", "extractors", "prepare", "capture", "rollout", "evaluate"], default="train")
     parser.add_argument("--shards", type=int, default=4, metavar="N", help="tasks of prepare and capture (default: %(default)s)")
     parser.add_argument("--extractors", type=int, default=0, metavar="N", help="extractors of training as jobs of their own")
@@ -128,8 +122,8 @@ def main(argv: list[str] | None = None) -> int:
     args, config = parse(parser, argv[:end])
     arguments, extra = [args.config, *args.overrides], argv[end + 1 :]
     if args.task is not None:
-        command = tasks(args.stage, config, arguments, args.shards, extra)[args.task].command
-        os.execvpe(command[0], command, environment(1))
+        task = tasks(args.stage, config, arguments, args.shards, extra)[args.task]
+        os.execvpe(task.command[0], task.command, environment(1))
     if args.stage == "train":
         write_status(config.run_dir, {"state": "submitted"})  # what an earlier job has left is over
     if args.extractors:

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.command import PlainError, command
-from configs.load import config_argument, parse
+from configs.load import parse
 from configs.schema import Config, Mooncake
 from store.files import write
 from store.master_http import REGISTRATION, ask, metrics, silence
@@ -51,7 +51,6 @@ class MasterError(PlainError):
 @command("store.master")
 def main(argv: list[str] | None = None) -> int | None:
     parser = argparse.ArgumentParser(prog="store.master", description=__doc__.splitlines()[0])
-    config_argument(parser)
     _, config = parse(parser, argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s master: %(message)s", datefmt="%H:%M:%S", force=True)
     if config.store.kind != "mooncake":

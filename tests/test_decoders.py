@@ -79,9 +79,9 @@ def documents(config, lengths):
         for row, length in enumerate(lengths)
     ]
     states = torch.randn(sum(lengths), 4, 64, generator=torch.Generator().manual_seed(0))
-    packed = Batch(0, lay_out(samples, 0, 4, config), states, True)
+    packed = Batch(lay_out(samples, 0, 4, config), states, True)
     alone = [
-        Batch(0, lay_out([sample], 0, 4, config), states[document.start : document.stop], True)
+        Batch(lay_out([sample], 0, 4, config), states[document.start : document.stop], True)
         for sample, document in zip(samples, packed.documents)
     ]
     return packed, alone

@@ -23,7 +23,7 @@ from train.checkpoint import load_draft, read_record
 from train.confidence import calibration, ece, fit_temperatures
 from train.counters import EngineError, ask_engine, read_counters
 from train.decode import speculate
-from train.engine import check_engine
+from train.export import check_engine
 from train.protocol import differences
 from train.report import write_report
 from train.sets import read_sets
@@ -227,7 +227,7 @@ def test_the_check_of_an_export_compares_an_engines_counters(folder, tiny_verifi
     transport, client = httpx.MockTransport(Served(config, checkpoint_of(folder), atom=False)), httpx.Client
     monkeypatch.setattr(counters.httpx, "Client", lambda **kwargs: client(transport=transport, **kwargs))
     monkeypatch.setattr(counters, "SETTLED_S", 0)
-    line = check_engine("http://engine", load_draft(checkpoint_of(folder)), config)
+    line = check_engine("http://engine", checkpoint_of(folder), config)
     theirs, ours = re.findall(r"\[[^]]*\]", line)
     assert theirs == ours and json.loads(ours)[0] > 0
 

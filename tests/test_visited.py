@@ -48,7 +48,7 @@ def draw(drafted, epoch: int, rule: str, count: int, block: int = 4) -> tuple[np
     config, draft, frozen, sample, states = drafted
     keys = {"evaluate": {"rule": rule, "temperature": 8.0}, "train": {"num_anchors": count}}  # hot: much is accepted of a random draft
     config = config.model_copy(update={name: getattr(config, name).model_copy(update=values) for name, values in keys.items()})
-    batch = Batch(0, lay_out([sample], epoch, block, config), states, True)
+    batch = Batch(lay_out([sample], epoch, block, config), states, True)
     assert batch.documents[0].anchors.tolist() == draw_anchors(MASK, count, config.seed, epoch, sample.row).tolist()
     put_on_walk(draft, frozen, batch, epoch, block, config)
     (document,) = batch.documents

@@ -28,11 +28,9 @@ from configs.schema import Evaluate, Pool, Train
 from extract.hf import HFVerifier
 from train import decode, loop
 from train.checkpoint import latest, load_draft
-from train.engine import check_engine
 from train.evaluate import evaluate
-from train.export import export, main
+from train.export import check_engine, export, main
 from train.formats import FormatError, format_of
-from train.published import read_published
 from train.verifier import FrozenVerifier
 
 pytestmark = [
@@ -241,7 +239,7 @@ def test_drawn_tokens_reports_and_a_wrong_mask(trained, tmp_path):
         assert [result["response"] for result in ours] == [row["response_ids"] for row in rollouts]  # slower, and lossless all the same
         assert same_blocks(engine, ours) < 0.8
         with pytest.raises(FormatError, match="drafts, and accepted by position"):
-            check_engine(url, read_published(wrong), config)
+            check_engine(url, wrong, config)
 
 
 def told_to_be_causal(folder: Path, copy: Path) -> Path:

@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 
 from configs.command import command
-from configs.load import config_argument, parse
+from configs.load import parse
 
 
 @command("train")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="train", description=__doc__)
-    config_argument(parser)
     parser.add_argument("--from-draft", type=Path, metavar="DIR", help="start a new run from a checkpoint or a published draft")
     parser.add_argument("--describe", action="store_true", help="print the draft's tensors and parameters and stop")
     args, config = parse(parser)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+DRAWN = ("standard", "block")  # rules whose drafts are sampled
+
 
 def verify(rule: str, drafts: Tensor, p: Tensor | None, q: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
     """Drafts accepted [R] and the verifier's own next token [R].

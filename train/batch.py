@@ -27,7 +27,6 @@ class Sample(NamedTuple):
 class Place(NamedTuple):
     """Where a step of the run lies in the data: rows of its samples in the global order."""
 
-    step: int
     epoch: int
     rows: np.ndarray
 
@@ -54,7 +53,7 @@ def place(step: int, rows: int, config: Config) -> Place:
     per_epoch = steps_per_epoch(rows, config)
     epoch, index = divmod(step % config.rounds.batches if config.rounds else step, per_epoch)  # each round has data of its own
     order = np.random.default_rng((config.seed, epoch)).permutation(rows)
-    return Place(step, epoch, order[index * config.train.global_batch : (index + 1) * config.train.global_batch])
+    return Place(epoch, order[index * config.train.global_batch : (index + 1) * config.train.global_batch])
 
 
 def steps_per_epoch(rows: int, config: Config) -> int:
@@ -104,7 +103,6 @@ class Batch:
     """One micro-step. `states` [T, m + 1, H] is the buffer that samples land in; a document whose states could not be made
     is left out of `documents` and contributes nothing. `last`: the optimizer steps after this micro-step."""
 
-    step: int
     documents: list[Document]
     states: Tensor
     last: bool

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from configs.schema import Config
 from store.contract import Contract, ContractMismatch, require_same
+from store.files import write
 from train.contract import DraftContract
 from train.draft import Draft
 from train.published import read_published
@@ -40,9 +41,7 @@ def save(
     (temporary / "checkpoint.json").write_text(json.dumps(record, indent=1))
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
-    pointer = root / ".latest"
-    pointer.write_text(final.name)
-    pointer.replace(root / "latest")
+    write(root / "latest", final.name)
     if best:
         (root / ".best").unlink(missing_ok=True)
         (root / ".best").symlink_to(final.name)

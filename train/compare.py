@@ -11,7 +11,7 @@ import sys
 from itertools import islice
 
 from configs.command import command
-from configs.load import ConfigError, config_argument, parse
+from configs.load import ConfigError, parse
 from configs.schema import Config
 from extract.hf import HFVerifier
 from store.cache import DurableCache
@@ -51,7 +51,6 @@ def compare(config: Config, rows: int) -> str:
 @command("train.compare", ValueError)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="train.compare", description=__doc__.splitlines()[0])
-    config_argument(parser)
     parser.add_argument("--rows", type=int, default=32, metavar="N", help="of the data set (default: %(default)s)")
     args, config = parse(parser)
     print(compare(config, args.rows))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from extract.hf import HFVerifier
-from train.acceptance import verify
+from train.acceptance import DRAWN, verify
 from train.draft import Context, Draft
 from train.verifier import FrozenVerifier
 
@@ -37,12 +37,12 @@ class DraftCache:
     def write(self, rows: Tensor, positions: Tensor, states: Tensor) -> None:
         """States [R, Q, m + 1, H] of tokens at positions [R, Q]. What is later rejected is overwritten, and not seen before."""
         new = self.draft.context(states[:, :, :-1].flatten(2).float(), positions)
-        for (keys, values), (key, value) in zip(self.layers, new.layers, strict=True):
+        for (keys, values), (key, value) in zip(self.layers, new, strict=True):
             keys[rows[:, None], positions] = key
             values[rows[:, None], positions] = value
 
     def read(self, rows: Tensor, length: int) -> Context:
-        return Context([(keys[rows, :length], values[rows, :length]) for keys, values in self.layers])
+        return [(keys[rows, :length], values[rows, :length]) for keys, values in self.layers]
 
 
 @dataclass
@@ -52,10 +52,6 @@ class Sampler:
     rule: str = "greedy"
     temperature: float = 1.0
     generator: torch.Generator | None = None
-
-    @property
-    def drafts_are_drawn(self) -> bool:
-        return self.rule in ("standard", "block")
 
     def distribution(self, logits: Tensor) -> Tensor:
         """The verifier's q; greedy compares logits as they are."""
@@ -78,7 +74,7 @@ def propose(draft: Draft, frozen: FrozenVerifier, context: Context, tokens: Tens
     markov, drafts, drawn_from = draft.markov_head, [], []
     for slot in range(draft.spec.block_size):
         scores = logits[:, slot] + F.embedding(tokens, markov.markov_w1.weight) @ markov.markov_w2.weight.mT
-        if sampler.drafts_are_drawn:
+        if sampler.rule in DRAWN:
             p = (scores / sampler.temperature).softmax(-1)
             drawn_from.append(frozen.heads.spread(p))
             tokens = frozen.heads.token_ids(torch.multinomial(p, 1, generator=sampler.generator).squeeze(1))

@@ -66,7 +66,7 @@ def diagnose(config: Config, draft: Draft, questions: list[Question]) -> dict:
         _policy("evaluated", config, frozen, held_out),
         _policy("training", config, frozen, trained),
         *_readings(config, draft, frozen, verifier, trained or held_out),  # what it knows best tells readings apart best
-        *_data(config, draft, frozen, taps, held_out, trained, rows),
+        *_data(draft, frozen, taps, held_out, trained, rows),
     ]
     found = {verdict: [name for name, said, _ in checks if said == verdict] for verdict in ("fault", "limit")}
     keys = ("name", "verdict", "detail")
@@ -196,7 +196,7 @@ def _gain(label: str, other: Draft, base: np.ndarray, frozen: FrozenVerifier, ta
     return Gain(label, other, each, float(each.mean()), float(each.std(ddof=1) / len(each) ** 0.5) if len(each) > 1 else np.inf)
 
 
-def _data(config: Config, draft: Draft, frozen: FrozenVerifier, taps, held_out: list[Text], trained: list[Text], rows) -> Iterator[Check]:
+def _data(draft: Draft, frozen: FrozenVerifier, taps, held_out: list[Text], trained: list[Text], rows) -> Iterator[Check]:
     """Enough data, and contexts as long as those that are asked?"""
     if rows is None:
         yield "amount of data", "not checked", "no training data here"

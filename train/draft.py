@@ -5,8 +5,6 @@ export renames nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,12 +15,7 @@ from train.contract import DraftContract
 from train.decoder_gqa import GQAttention
 from train.decoder_mla import MLAttention
 
-
-@dataclass
-class Context:
-    """What each draft layer keeps of every context token, [D, T, ...], computed once."""
-
-    layers: list[tuple[Tensor, Tensor]]
+Context = list[tuple[Tensor, Tensor]]  # what each draft layer keeps of every context token, [D, T, ...], computed once
 
 
 class MLP(nn.Module):
@@ -109,7 +102,7 @@ class Draft(nn.Module):
     def context(self, taps: Tensor, positions: Tensor) -> Context:
         """taps [D, T, m * H]; positions [D, T] in the document."""
         feature = self.feature(taps)
-        return Context([layer.self_attn.keys_values(feature, positions) for layer in self.layers])
+        return [layer.self_attn.keys_values(feature, positions) for layer in self.layers]
 
     def block(self, embeddings: Tensor, anchors: Tensor, context: Context) -> Tensor:
         """One parallel pass over the slots of all blocks.
@@ -118,7 +111,7 @@ class Draft(nn.Module):
         Returns final-normed states [D, A, B, Hd]; slot k's predicts the token at anchor + k + 1.
         """
         x, positions = embeddings, slot_positions(anchors, embeddings.shape[2])
-        for layer, kept in zip(self.layers, context.layers, strict=True):
+        for layer, kept in zip(self.layers, context, strict=True):
             x = layer.block(x, positions, kept)
         return self.norm(x)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from configs.command import PlainError, command
-from configs.load import config_argument, parse
+from configs.load import parse
 from configs.schema import Config
 from extract.hf import HFVerifier
 from extract.obtain import StateSource
@@ -204,7 +204,6 @@ def _engine_agreement(records: dict[str, list[dict]], config: Config) -> dict:
 @command("train.evaluate", ValueError)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="train.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    config_argument(parser)
     parser.add_argument("--draft", type=Path, metavar="DIR", help="a checkpoint or an exported draft (default: the run's latest)")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="another draft, or a report.json, to compare with in pairs")
     parser.add_argument("--diagnose", action="store_true", help="find out why acceptance is low")

@@ -19,8 +19,8 @@ from store.verifier import find_file
 from train.card import model_card
 from train.checkpoint import load_draft, read_record
 from train.draft import Draft
-from train.engine import check_engine
-from train.formats import FormatError, VerifierFacts, config_json, format_of, to_file
+from train.evaluate import evaluate
+from train.formats import FormatError, config_json, format_of, to_file
 from train.published import read_published
 from train.served import ServedDraft
 from train.verifier import FrozenVerifier
@@ -28,6 +28,7 @@ from train.verifier import FrozenVerifier
 SHARD_BYTES = 4 << 30
 SAME = 1e-4  # relative L2 distance of logits from the same weights
 ROUNDED = 0.05  # the same where the file's weights were rounded to bf16, so that only gross mistakes show
+DRIFT = 0.03  # of accepted drafts: an engine rounds otherwise, and near ties fall the other way
 
 
 def export(checkpoint: Path, output: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -41,13 +42,13 @@ def export(checkpoint: Path, output: Path, kind: str, dtype: torch.dtype = torch
     if output.exists() and any(output.iterdir()):
         raise FormatError(f"{output} is there and not empty")
     verifier = record["config"]["verifier"]["path"]
-    facts = VerifierFacts.read(verifier, json.loads(find_file(verifier, "config.json").read_text()))
     frozen = FrozenVerifier.load(verifier, dtype, torch.device("cpu"))
     temporary = output.with_name(f".{output.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_torch_state_dict(to_file(draft, frozen.embedding, frozen.heads.verifier, dtype), temporary, max_shard_size=SHARD_BYTES)
-    config = config_json(draft.spec, facts, str(dtype).removeprefix("torch."))
+    its_config = json.loads(find_file(verifier, "config.json").read_text())
+    config = config_json(draft.spec, verifier, its_config, str(dtype).removeprefix("torch."))
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (temporary / "README.md").write_text(model_card(draft.spec, record, checkpoint))
     shutil.rmtree(output, ignore_errors=True)
@@ -94,6 +95,21 @@ def _distances(draft: Draft, served: ServedDraft, seed: int) -> float:
     return max(float((mine.double() - other).norm() / other.norm().clamp_min(1e-9)) for mine, other in pairs)
 
 
+def check_engine(url: str, folder: Path, config: Config) -> str:
+    """Have the engine at `url`, which serves the draft in `folder` and nobody else meanwhile, answer `evaluate.sets` greedily, and
+    compare its counters with the closed loop's. Raises FormatError where they differ by more than rounding; EngineError, ValueError."""
+    greedy = {"engine": url, "rule": "greedy", "concurrency": 1, "readings": ("closed_loop",)}
+    report = evaluate(config.model_copy(update={"evaluate": config.evaluate.model_copy(update=greedy)}), folder)
+    names = "forwards", *(f"at_least/{k}" for k in range(1, report["block_size"] + 1))
+    records = report["records"]["engine"], report["records"]["closed_loop"]
+    theirs, ours = ([int(sum(record["sums"][name] for record in rows)) for name in names] for rows in records)
+    line = f"drafts, and accepted by position: {theirs} in the engine, {ours} in the closed loop ({len(records[1])} prompts)"
+    rates = [sum(counts[1:]) / max(1, counts[0]) for counts in (ours, theirs)]
+    if theirs[0] == 0 or abs(rates[0] - rates[1]) > DRIFT * rates[0]:
+        raise FormatError(f"{url}: {line}")
+    return line
+
+
 @command("train.export", ValueError)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="train.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,7 +130,7 @@ def main() -> None:
     print("\n".join(check(args.check or args.output, args.checkpoint)))
     if args.engine:
         config = Config.model_validate(read_record(args.checkpoint)["config"])
-        print(check_engine(args.engine, read_published(args.check or args.output), config))
+        print(check_engine(args.engine, args.check or args.output, config))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Feed:
         ahead = 0
         while True:
             while ahead < self.config.pool.look_ahead and (batch := next(planned, None)) is not None:
-                pending.append((batch, [self._start(batch, document) for document in batch.documents]))
+                pending.append((batch, [self.executor.submit(self._fill, batch, document) for document in batch.documents]))
                 ahead += max(1, len(batch.documents))
             if not pending:
                 return
@@ -103,12 +103,10 @@ class Feed:
             groups = packed[self.rank] + [[]] * (max(map(len, packed)) - len(packed[self.rank]))
             for number, group in enumerate(groups, 1):
                 documents = lay_out(group, where.epoch, block_size_at(step, self.total, self.config), self.config)
-                yield Batch(step, documents, self.buffers.take(sum(len(s.token_ids) for s in group)), last=number == len(groups))
+                yield Batch(documents, self.buffers.take(sum(len(s.token_ids) for s in group)), last=number == len(groups))
 
-    def _start(self, batch: Batch, document: Document) -> Future:
-        return self.executor.submit(self._fill, document, batch.states[document.start : document.stop])
-
-    def _fill(self, document: Document, out: Tensor) -> bool:
+    def _fill(self, batch: Batch, document: Document) -> bool:
+        out = batch.states[document.start : document.stop]
         made = self.source.obtain(document.sample.token_ids.tolist(), out)
         if made:
             document.checksum = checksum(bytes_of(out)) & 0xFFFFFFFF

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,23 +19,6 @@ K3_NAMES = {"fc.": "context_proj.", "hidden_norm.": "context_norm.", "norm.": "f
 
 class FormatError(PlainError, ValueError):
     """A draft that a format cannot hold, or a folder that is not a draft we can read; the message is one line."""
-
-
-@dataclass
-class VerifierFacts:
-    """What config.json says of the verifier."""
-
-    name: str
-    architectures: list[str]
-    hidden_layers: int
-    tokens: dict[str, int | list[int] | None]  # bos_token_id, eos_token_id, pad_token_id
-
-    @classmethod
-    def read(cls, name: str, config: dict) -> VerifierFacts:
-        """config: the verifier's whole config.json, its language model's part being nested or not."""
-        text = config.get("text_config", config)
-        tokens = {key: text.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        return cls(name, config.get("architectures") or [], text["num_hidden_layers"], tokens)
 
 
 def format_of(spec: DraftContract) -> str:
@@ -84,8 +66,9 @@ def to_file(draft: Draft, embedding: Tensor, head: Tensor, dtype: torch.dtype) -
     return tensors
 
 
-def config_json(spec: DraftContract, verifier: VerifierFacts, dtype: str = "bfloat16") -> dict:
-    """config.json of the exported draft."""
+def config_json(spec: DraftContract, name: str, verifier: dict, dtype: str) -> dict:
+    """config.json of the exported draft of the verifier `name`, whose own config.json is `verifier`, nested or not."""
+    text = verifier.get("text_config", verifier)
     shared = {
         "tie_word_embeddings": False,
         "block_size": spec.block_size,
@@ -107,14 +90,15 @@ def config_json(spec: DraftContract, verifier: VerifierFacts, dtype: str = "bflo
         "max_position_embeddings": spec.max_position_embeddings,
         "vocab_size": spec.vocab_size,
         "attention_bias": False,
-        **verifier.tokens,
+        **{key: text.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
     if spec.mla:
-        return _k3(spec, verifier, {"torch_dtype": dtype} | shared | layer)
-    return _speculators(spec, verifier, {"dtype": dtype} | shared, layer)
+        return _k3(spec, text["num_hidden_layers"], {"torch_dtype": dtype} | shared | layer)
+    served_with = {"name_or_path": name, "architectures": verifier.get("architectures") or []}
+    return _speculators(spec, served_with, {"dtype": dtype} | shared, layer)
 
 
-def _speculators(spec: DraftContract, verifier: VerifierFacts, shared: dict, layer: dict) -> dict:
+def _speculators(spec: DraftContract, verifier: dict, shared: dict, layer: dict) -> dict:
     proposal = {"proposal_type": "greedy", "speculative_tokens": spec.block_size, "accept_tolerance": 0.0, "verifier_accept_k": 1}
     sliding = "sliding_attention" in spec.layer_types
     decoder = {
@@ -143,13 +127,13 @@ def _speculators(spec: DraftContract, verifier: VerifierFacts, shared: dict, lay
             "algorithm": "dspark",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
+            "verifier": verifier,
         },
         "transformer_layer_config": decoder,
     }
 
 
-def _k3(spec: DraftContract, verifier: VerifierFacts, shared: dict) -> dict:
+def _k3(spec: DraftContract, verifier_layers: int, shared: dict) -> dict:
     mla = spec.mla
     rope = {"rope_type": "default", "rope_theta": mla.rope_theta}
     if mla.yarn:
@@ -167,7 +151,7 @@ def _k3(spec: DraftContract, verifier: VerifierFacts, shared: dict) -> dict:
         "rope_parameters": rope,
         "target_layer_ids": [tap - 1 for tap in spec.taps],  # outputs of layers
         "num_target_layers": len(spec.taps),
-        "target_num_hidden_layers": verifier.hidden_layers,
+        "target_num_hidden_layers": verifier_layers,
     }
 
 

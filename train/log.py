@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ class Log:
             f"{sum(record['tokens'] for record in window) / elapsed:,.0f} tok/s  "
             f"waiting {seconds['fetch'] / max(sum(seconds.values()), 1e-9):.0%}  "
             f"[{'  '.join(f'{part} {value:.2f}s' for part, value in seconds.items())}]  "
-            f"lr {window[-1]['lr']:.1e}  eta {_clock((self.total - step) * elapsed / len(window))}",
+            f"lr {window[-1]['lr']:.1e}  eta {timedelta(seconds=int((self.total - step) * elapsed / len(window)))}",
             flush=True,
         )
 
@@ -103,9 +104,3 @@ class Stopwatch:
         now = time.monotonic()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self.last
         self.last = now
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

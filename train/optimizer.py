@@ -15,26 +15,25 @@ from configs.schema import Muon as MuonConfig
 from configs.schema import Train
 from train.world import World
 
-STEPS_AT_ONCE = 5  # a Gram matrix's rounding may be negative, and grows twelvefold a step
+STEPS = 5  # of Newton-Schulz; the rounding of a Gram matrix grows twelvefold a step, so that it would not do for many more
 
 
-def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalise(matrix: Tensor) -> Tensor:
     """Nearest orthogonal matrix by quintic Newton-Schulz: the muon-optimizer package's bf16 iteration where bf16 products
     are fast, the same iteration in fp32 on CPUs, where they are thirty times slower. There it runs on the small Gram matrix G:
     each step multiplies x by a + b G + c G^2, so that x itself is multiplied only once."""
     if matrix.is_cuda:
-        return zeropower_via_newtonschulz5(matrix, steps)
+        return zeropower_via_newtonschulz5(matrix, STEPS)
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + 1e-7)
-    for done in range(0, steps, STEPS_AT_ONCE):
-        x = _newton_schulz(x @ x.mT, min(STEPS_AT_ONCE, steps - done)) @ x
+    x = _newton_schulz(x @ x.mT) @ x
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
 
 
-def _newton_schulz(gram: Tensor, steps: int) -> Tensor:
-    """What `steps` of the iteration multiply a matrix x by, of x x^T."""
+def _newton_schulz(gram: Tensor) -> Tensor:
+    """What all steps together multiply a matrix x by, of x x^T."""
     factor = product = None
-    for _ in range(steps):
+    for _ in range(STEPS):
         gram = gram if factor is None else factor @ gram @ factor
         factor = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         factor.diagonal().add_(3.4445)
@@ -82,18 +81,18 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonalised(self, matrices: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Updates of one round's matrices, laid out as these are."""
-        mine, steps = matrices[self.world.rank], self.config.newton_schulz_steps
+        mine = matrices[self.world.rank]
         directions = [None if matrix is None else self._direction(matrix) for matrix in matrices]
         if any(isinstance(matrix, DTensor) for matrix in matrices):
             sent = [0 if direction is None else direction.numel() for direction in directions]
             received = [0] * self.world.size if mine is None else _shard_sizes(mine)
             whole = _exchange(torch.cat([x.flatten() for x in directions if x is not None]), sent, received)
             if mine is not None:
-                whole = orthogonalise(whole.view(mine.shape), steps).to(whole.dtype).flatten()
+                whole = orthogonalise(whole.view(mine.shape)).to(whole.dtype).flatten()
             parts = _exchange(whole, received, sent).split(sent)
             return [None if x is None else part.view(x.shape) for part, x in zip(parts, directions)]
         if mine is not None:  # before any of the others' is waited for
-            directions[self.world.rank].copy_(orthogonalise(directions[self.world.rank], steps))
+            directions[self.world.rank].copy_(orthogonalise(directions[self.world.rank]))
         for owner, direction in enumerate(directions):
             if direction is not None:
                 self.world.from_rank_([direction], owner)

@@ -30,7 +30,7 @@ def write_report(run_dir: Path, report: dict) -> str:
 def tables(report: dict) -> list[str]:
     """The report's Markdown lines without title and figures."""
     main, pairs = report["readings"][report["main"]], report.get("pairs")
-    lines = [
+    return [
         "Tokens per verifier forward after the prefill: 1.0 without any accepted draft, bonus token included, the last block cut at the "
         f"end of text, at most {report['block_size'] + 1}. In brackets: 95 % bootstrap intervals over conversations.",
         "",
@@ -46,7 +46,6 @@ def tables(report: dict) -> list[str]:
         *_diagnosis(report.get("diagnosis")),
         *_table(["protocol", ""], [(name, f"`{value}`") for name, value in report["protocol"].items()]),
     ]
-    return lines
 
 
 def _table(head: list[str], rows: list) -> list[str]:

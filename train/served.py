@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 
@@ -33,8 +33,7 @@ class ServedDraft:
             raise ValueError(f"{folder}: num_target_layers must be the number of target_layer_ids")
         self.weights = {}
         for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                self.weights |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+            self.weights |= load_file(file)
         self.rounded = any(x.dtype == torch.bfloat16 for x in self.weights.values())
         self.weights = {name: x.double() if x.is_floating_point() else x for name, x in self.weights.items()}
         self.names = ("context_proj", "context_norm", "final_norm") if self.mla else ("fc", "hidden_norm", "norm")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from train.acceptance import survival
+from train.acceptance import DRAWN, survival
 from train.draft import Draft
 from train.verifier import FrozenVerifier
 
@@ -46,8 +46,7 @@ def simulate(
     device, block, markov = frozen.embedding.device, slots or draft.spec.block_size, draft.markov_head
     tokens, states = torch.tensor(token_ids, device=device), states.to(device)
     context = draft.context(states[:, :-1].flatten(1).float()[None], torch.arange(len(tokens), device=device)[None])
-    sampled = rule in ("standard", "block")
-    q_next = _next_probability(frozen, states[:, -1], tokens, temperature) if sampled else tokens.new_ones(len(tokens))
+    q_next = _next_probability(frozen, states[:, -1], tokens, temperature) if rule in DRAWN else tokens.new_ones(len(tokens))
     responses = []
     for start, stop in spans:
         parts = []

@@ -4,7 +4,6 @@ over steps and runs; the samples are shared out over the ranks."""
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from train.world import World
 
 def held_out(config: Config) -> list[dict] | None:
     """The first `train.validation_samples` rows that data preparation held out; None where it held out none."""
-    folder = Path(config.data.path) / "validation"
+    folder = config.data.path / "validation"
     if not (folder / "state.json").exists():
         return None
     return list(islice(Dataset(folder), config.train.validation_samples)) or None

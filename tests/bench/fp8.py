@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).parents[2])]
 import torch  # noqa: E402
 from datasets import load_from_disk  # noqa: E402
 
-from configs.load import config_argument, parse  # noqa: E402
+from configs.load import parse  # noqa: E402
 from extract.hf import HFVerifier  # noqa: E402
 from store.codec import decode_, encode, landing  # noqa: E402
 from store.record import record_bytes  # noqa: E402
@@ -24,7 +24,6 @@ from train.verifier import FrozenVerifier  # noqa: E402
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    config_argument(parser)
     parser.add_argument("--samples", type=int, default=32)
     args, config = parse(parser)
     verifier = HFVerifier(config.verifier.path, config.verifier.dtype, config.draft.taps)

@@ -61,7 +61,7 @@ class Step:
         sample = Sample(0, random.integers(4, vocabulary, LENGTH), np.ones(LENGTH, np.uint8))
         places = torch.from_numpy(np.sort(random.choice(LENGTH - BLOCK - 1, anchors, replace=False)))
         document = Document(sample, 0, LENGTH, places, torch.ones(anchors, BLOCK, dtype=torch.bool))
-        self.batch = Batch(0, [document], torch.randn(LENGTH, 6, HIDDEN), last=True)
+        self.batch = Batch([document], torch.randn(LENGTH, 6, HIDDEN), last=True)
         self.parameters = list(self.draft.parameters())
         self.optimizers = build_optimizers(self.draft, Train(), World(0, 1, CPU))
         if plain:
