@@ -125,9 +125,8 @@ class Rows(Progress):
 
     def __call__(self, rows: int, nbytes: int) -> None:
         self.rows, self.bytes = self.rows + rows, self.bytes + nbytes
-        if self.due():
-            left = f", {self.bytes / self.total:.0%}, {self.seconds() * (self.total / self.bytes - 1):,.0f} s left" if self.total else ""
-            self.say(f"{self.rows:,} rows, {self.rows / self.seconds():,.0f} a second{left}", self.end)
+        share = self.bytes / self.total if self.total else 0.0
+        self.tell(f"{self.rows:,} rows, {self.rows / self.seconds():,.0f} a second" + (f", {share:.0%}" if share else ""), share)
 
 
 def print_rows(config: Config, sources: list[Source], number: int) -> None:

@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import sys
-import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from configs.command import PlainError, command
 from configs.load import config_argument, parse
 from configs.schema import Config
-from extract.command import Progress
+from extract.command import Progress, in_threads
 from extract.obtain import StateSource, persist
 from extract.pool import ExtractionError, Pool
 from extract.render import RenderError, assistant_message, between_ids, load_tokenizer, prompt_ids, template_hash, tokenizer_hash
@@ -122,90 +121,43 @@ class Rollouts:
             raise RolloutError(f"{self.path}: has a line that is no rollout; give another --output") from None
 
 
-class Answerer:
-    """Holds conversations with the verifier, `rollout.concurrency` of them at once."""
+def converse(
+    config: Config, tokenizer, pool: Pool | StateSource, done: dict[str, dict], prompt: Prompt
+) -> Iterator[dict | tuple[Prompt, int, Exception]]:
+    """Rows of the turns that are not `done`, and for a turn that cannot be answered: its prompt, turn and reason.
 
-    def __init__(self, config: Config, tokenizer, pool: Pool | StateSource, done: dict[str, dict]):
-        self.config, self.tokenizer, self.pool, self.done = config, tokenizer, pool, dict(done)
-
-    def run(self, prompts: list[Prompt]) -> Iterator[dict | tuple[Prompt, int, Exception]]:
-        """Rows as they come, and for a turn that cannot be answered: its prompt, turn and reason. Raises RolloutError, NoStates."""
-        todo: queue.SimpleQueue[Prompt] = queue.SimpleQueue()
-        results: queue.SimpleQueue = queue.SimpleQueue()
-        for prompt in prompts:
-            todo.put(prompt)
-
-        def work() -> None:
-            while True:
-                try:
-                    prompt = todo.get(block=False)
-                except queue.Empty:
-                    return
-                try:
-                    for row in self._converse(prompt):
-                        results.put(row)
-                except Exception as error:
-                    results.put(error)
-                results.put(None)  # this prompt is done
-
-        for _ in range(min(self.config.rollout.concurrency, len(prompts))):
-            threading.Thread(target=work, daemon=True).start()  # daemons: Ctrl-C does not wait for answers
-        left = len(prompts)
-        while left:
-            result = results.get()
-            if isinstance(result, Exception):
-                raise result
-            if result is None:
-                left -= 1
+    Raises RolloutError, NoStates.
+    """
+    messages, before = list(prompt.given), None
+    for turn, text in enumerate(prompt.turns):
+        user = {"role": "user", "content": text}
+        try:
+            if before is None:
+                ids = prompt_ids(tokenizer, [*messages, user])
             else:
-                yield result
-
-    def _converse(self, prompt: Prompt) -> Iterator[dict | tuple[Prompt, int, Exception]]:
-        messages, before = list(prompt.given), None
-        for turn, text in enumerate(prompt.turns):
-            user = {"role": "user", "content": text}
-            try:
-                if before is None:
-                    ids = prompt_ids(self.tokenizer, [*messages, user])
-                else:
-                    ids = before["prompt_ids"] + before["response_ids"]
-                    ids = ids + between_ids(self.tokenizer, messages[:-1], user, ids[-1])
-                messages.append(user)
-                row = self.done.get(prompt.row_id(turn))
-                if row is None:
-                    row = self._answer(prompt.row_id(turn), ids, messages)
-                    yield row
-                elif row["prompt_ids"] != ids:
-                    raise RolloutError(f"prompt {prompt.row_id(turn)!r} is not the one that was answered; give another --output")
-            except (RenderError, ExtractionError) as error:
-                yield prompt, turn, error
-                return
-            messages.append(row["messages"][-1])
-            before = row
-
-    def _answer(self, row_id: str, ids: list[int], messages: list[dict]) -> dict:
-        """One answered turn. Raises ExtractionError for a prompt that cannot be answered, NoStates where nobody answers."""
-        settings, seed = self.config.rollout, zlib.crc32(f"{self.config.seed}/{row_id}".encode())  # the same in any order
-        sampling = settings.model_dump(include=SAMPLING) | {"seed": seed}
-        response, reason = persist(self.config.pool, lambda _: self.pool.complete(ids, settings.max_tokens, **sampling))
-        messages, text = [*messages, assistant_message(self.tokenizer, response)], self.tokenizer.decode(response, skip_special_tokens=True)
-        return dict(id=row_id, prompt_ids=ids, response_ids=response, finish_reason=reason, messages=messages, text=text)
+                ids = before["prompt_ids"] + before["response_ids"]
+                ids = ids + between_ids(tokenizer, messages[:-1], user, ids[-1])
+            messages.append(user)
+            row = done.get(prompt.row_id(turn))
+            if row is None:
+                row = answer(config, tokenizer, pool, prompt.row_id(turn), ids, messages)
+                yield row
+            elif row["prompt_ids"] != ids:
+                raise RolloutError(f"prompt {prompt.row_id(turn)!r} is not the one that was answered; give another --output")
+        except (RenderError, ExtractionError) as error:
+            yield prompt, turn, error
+            return
+        messages.append(row["messages"][-1])
+        before = row
 
 
-class Answers(Progress):
-    def __init__(self, total: int, already: int):
-        super().__init__()
-        self.total, self.already = total, already
-        self.rows = self.tokens = 0
-
-    def add(self, row: dict) -> None:
-        self.rows, self.tokens = self.rows + 1, self.tokens + len(row["response_ids"])
-        if self.due():
-            left = (self.total - self.already - self.rows) * self.seconds() / self.rows
-            self.say(f"{self.line()}, {left:,.0f} s left", self.end)
-
-    def line(self) -> str:
-        return f"rollout: {self.already + self.rows} of {self.total} answers, {self.tokens / self.seconds():.0f} tok/s"
+def answer(config: Config, tokenizer, pool: Pool | StateSource, row_id: str, ids: list[int], messages: list[dict]) -> dict:
+    """One answered turn. Raises ExtractionError for a prompt that cannot be answered, NoStates where nobody answers."""
+    settings, seed = config.rollout, zlib.crc32(f"{config.seed}/{row_id}".encode())  # the same in any order
+    sampling = settings.model_dump(include=SAMPLING) | {"seed": seed}
+    response, reason = persist(config.pool, lambda _: pool.complete(ids, settings.max_tokens, **sampling))
+    messages, text = [*messages, assistant_message(tokenizer, response)], tokenizer.decode(response, skip_special_tokens=True)
+    return dict(id=row_id, prompt_ids=ids, response_ids=response, finish_reason=reason, messages=messages, text=text)
 
 
 def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool: Pool) -> Counter:
@@ -224,19 +176,25 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
     }
     rollouts = Rollouts(output, settings)
     rows = [prompt.row_id(turn) for prompt in prompts for turn in range(len(prompt.turns))]
-    progress = Answers(len(rows), sum(row in rollouts.done for row in rows))
-    counts: Counter[str] = Counter()
+    already, answered, tokens = sum(row in rollouts.done for row in rows), 0, 0
+    progress, counts = Progress(), Counter[str]()
+
+    def line() -> str:
+        return f"rollout: {already + answered} of {len(rows)} answers, {tokens / progress.seconds():.0f} tok/s"
+
     with closing(rollouts):
-        for result in Answerer(config, tokenizer, answers, rollouts.done).run(prompts):
+        work = partial(converse, config, tokenizer, answers, dict(rollouts.done))
+        for result in in_threads(work, prompts, config.rollout.concurrency):
             if isinstance(result, dict):
                 rollouts.append(result)
-                progress.add(result)
+                answered, tokens = answered + 1, tokens + len(result["response_ids"])
+                progress.tell(line(), answered / (len(rows) - already))
                 continue
             prompt, turn, error = result
             cause = getattr(error, "cause", "template")
             counts[cause] += len(prompt.turns) - turn
             print(f"rollout: {prompt.row_id(turn)}: {cause}: {error}", file=sys.stderr, flush=True)
-    progress.say(progress.line())
+    progress.say(line())
     counts.update(rollouts.done[row]["finish_reason"] for row in rows if row in rollouts.done)
     return counts
 
