@@ -60,8 +60,7 @@ class Gate:
                 raise ExtractionError("draining", "this extractor is going away, ask another one")
             await self._hold(scope, receive, send, *self._ticket(await Request(scope, receive).body()))
         except ExtractionError as error:
-            status, content = refusal(error.cause, str(error))
-            await JSONResponse(content, status)(scope, receive, send)
+            await refusal(error)(scope, receive, send)
         except ClientDisconnect:
             return
         finally:
