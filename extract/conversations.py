@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from itertools import takewhile
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -60,13 +59,9 @@ def read_row(row: object) -> Conversation | Rollout:
         messages.pop()
     if not messages:
         raise Dropped("no_answer", "no turn of the assistant")
-    if len(list(takewhile(lambda message: message["role"] == "system", messages))) == _first_answer(messages):
+    if next(message["role"] for message in messages if message["role"] != "system") == "assistant":
         raise Dropped("assistant_first", "an answer to nothing")
     return Conversation(messages, _tools(row.get("tools")))
-
-
-def _first_answer(messages: list[dict]) -> int:
-    return next(index for index, message in enumerate(messages) if message["role"] == "assistant")
 
 
 def _rollout(row: dict) -> Rollout:

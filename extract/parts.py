@@ -142,11 +142,7 @@ class Maker:
                     column.append(value)
         about = {"rows": rows, "cut": cut, "finished": finished, "drops": drops}
         schema = SCHEMA.with_metadata({"chunk": json.dumps(about)})
-        arrays = [
-            _lists(column, field.type) if pa.types.is_list(field.type) else pa.array(column, field.type)
-            for column, field in zip(columns, SCHEMA)
-        ]
-        table = pa.table(arrays, schema=schema)
+        table = pa.table([pa.array(column, field.type) for column, field in zip(columns, SCHEMA)], schema=schema)
         with appearing(path) as partial, pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
             stream.write(table)
         return table.num_rows
@@ -241,12 +237,6 @@ def _end_with_parent() -> None:
 
 def _work(chunk: Chunk, path: Path) -> int:
     return _maker.part(chunk, path)
-
-
-def _lists(rows: list[np.ndarray], kind: pa.ListType) -> pa.ListArray:
-    """Rows of numbers as a column, without a look at each number."""
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, np.concatenate(rows) if rows else pa.array([], kind.value_type), kind)
 
 
 def _identity(row: dict) -> str | None:

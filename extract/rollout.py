@@ -155,7 +155,7 @@ def answer(config: Config, tokenizer, pool: Pool | StateSource, row_id: str, ids
     """One answered turn. Raises ExtractionError for a prompt that cannot be answered, NoStates where nobody answers."""
     settings, seed = config.rollout, zlib.crc32(f"{config.seed}/{row_id}".encode())  # the same in any order
     sampling = settings.model_dump(include=SAMPLING) | {"seed": seed}
-    response, reason = persist(config.pool, lambda _: pool.complete(ids, settings.max_tokens, **sampling))
+    response, reason = persist(config.pool, lambda _: pool.complete(ids, settings.max_tokens, **sampling), Counter())
     messages, text = [*messages, assistant_message(tokenizer, response)], tokenizer.decode(response, skip_special_tokens=True)
     return dict(id=row_id, prompt_ids=ids, response_ids=response, finish_reason=reason, messages=messages, text=text)
 
