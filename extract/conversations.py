@@ -105,7 +105,7 @@ def _message(item: object) -> dict:
     if role == "assistant":
         calls = item.get("tool_calls")
         if given == "function_call":
-            calls, message["content"] = _json(message["content"], "bad_tools"), ""
+            calls, message["content"] = _json(message["content"]), ""
         if calls:
             message["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
         reasoning = next((item[field] for field in REASONING if item.get(field)), None)
@@ -138,14 +138,14 @@ def _call(call: object) -> dict:
         raise Dropped("bad_tools", "a tool call without the name of a function")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
-        arguments = _json(arguments or "{}", "bad_tools")
+        arguments = _json(arguments or "{}")
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**identity, "type": "function", "function": {"name": function["name"], "arguments": {} if arguments is None else arguments}}
 
 
 def _tools(tools: object) -> list[dict] | None:
     if isinstance(tools, str):
-        tools = _json(tools, "bad_tools") if tools.strip() else None
+        tools = _json(tools) if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -153,8 +153,8 @@ def _tools(tools: object) -> list[dict] | None:
     return tools
 
 
-def _json(text: str, cause: str) -> object:
+def _json(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Dropped(cause, f"not JSON ({error})") from None
+        raise Dropped("bad_tools", f"not JSON ({error})") from None
