@@ -91,24 +91,20 @@ def put_sample(store: ObjectStore, name: str, contract: StateContract, token_ids
     In pieces, so that one is examined while another is under way: here, and where it is fetched.
     """
     tokens = max(1, PIECE * len(states) // max(1, states.nbytes), -(-len(states) // MAX_PARTS))
-    slices, ours = [], []
+    slices, puts, ours = [], [], []
 
     def put(piece: Slice, data: memoryview) -> None:
         store.put(piece.object, data)
         ours.append(piece.object)
 
     try:
-        with ThreadPoolExecutor(1, "put") as other:
-            puts = []
+        with ThreadPoolExecutor(1, "put") as putter:
             for part, rows in enumerate(states.split(tokens)):
                 piece, data = _encode(name, part, rows, part * tokens, contract.codec)
                 slices.append(piece)
-                if piece.stop < len(states):
-                    puts.append(other.submit(put, piece, data))
-                else:
-                    put(piece, data)
-            for waiting in puts:
-                waiting.result()
+                puts.append(putter.submit(put, piece, data))  # while the next one is examined
+        for waiting in puts:
+            waiting.result()
         ours.insert(0, f"{name}/manifest")  # before, the name might have been taken: whoever has it keeps its manifest
         publish(store, name, contract, token_ids, slices)
     except Exception:
@@ -130,20 +126,17 @@ def fetch(store: ObjectStore, name: str, contract: StateContract, token_ids: lis
         raise Torn(f"{name}: states of other tokens", cause="tokens")
     if problem := _gap(manifest.slices, len(token_ids)):
         raise Torn(f"{name}: {problem}")
+    proofs = []
     with ThreadPoolExecutor(1, "prove") as prover:
-        proofs = []
         for piece in manifest.slices:
             rows = out[piece.start : piece.stop]
             data = bytes_of(codec.landing(contract.codec, rows))
             if piece.bytes != data.nbytes:
                 raise Torn(f"{piece.object}: {piece.bytes} bytes, tokens {piece.start}..{piece.stop} take {data.nbytes}", cause="size")
             store.read_into(piece.object, data)
-            if piece is manifest.slices[-1]:
-                _prove(piece, data, rows)
-            else:
-                proofs.append(prover.submit(_prove, piece, data, rows))  # while the next one is read
-        for proof in proofs:
-            proof.result()
+            proofs.append(prover.submit(_prove, piece, data, rows))  # while the next one is read
+    for proof in proofs:
+        proof.result()
     return manifest
 
 
