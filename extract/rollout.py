@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from configs.command import PlainError, command
 from configs.load import config_argument, parse
@@ -79,46 +81,41 @@ def _prompt(row: dict) -> Prompt:
     return Prompt(str(row["id"]), messages[: len(messages) - first], [message["content"] for message in messages[-first:]])
 
 
-class Rollouts:
-    """The output file: rows are only ever appended, and whole; beside it lie the settings that they were made with."""
+@contextmanager
+def continued(path: Path, settings: dict) -> Iterator[tuple[IO[bytes], dict[str, dict]]]:
+    """The output file, to append whole rows to, and its rows by id; beside it lie the settings that they were made with.
 
-    def __init__(self, path: Path, settings: dict):
-        self.path, self.settings_path = path, path.with_name(path.name + ".settings.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            self._file = stack.enter_context(path.open("ab"))
-            if not try_lock(self._file):
-                raise RolloutError(f"{path}: is being written by another process; give another --output")
-            self._agree(settings)
-            self.done = self._read()
-            self.close = stack.pop_all().close
+    Raises RolloutError: another process writes it, it has answers of other settings, or something else.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        if not try_lock(file):
+            raise RolloutError(f"{path}: is being written by another process; give another --output")
+        _agree(path, settings)
+        yield file, _read(path)
 
-    def append(self, row: dict) -> None:
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-        self.done[row["id"]] = row
 
-    def _agree(self, settings: dict) -> None:
-        if not self.path.stat().st_size:
-            write(self.settings_path, json.dumps(settings, indent=2) + "\n")
-            return
-        if not self.settings_path.exists():
-            raise RolloutError(f"{self.path}: not a file of this command ({self.settings_path.name} is missing)")
-        old = json.loads(self.settings_path.read_text())
-        if differ := [f"{key} {old.get(key)!r} then, {settings.get(key)!r} now" for key in settings if old.get(key) != settings[key]]:
-            raise RolloutError(f"{self.path}: has answers of other settings ({'; '.join(differ)}); give another --output")
+def _agree(path: Path, settings: dict) -> None:
+    beside = path.with_name(path.name + ".settings.json")
+    if not path.stat().st_size:
+        write(beside, json.dumps(settings, indent=2) + "\n")
+        return
+    if not beside.exists():
+        raise RolloutError(f"{path}: not a file of this command ({beside.name} is missing)")
+    old = json.loads(beside.read_text())
+    if differ := [f"{key} {old.get(key)!r} then, {settings.get(key)!r} now" for key in settings if old.get(key) != settings[key]]:
+        raise RolloutError(f"{path}: has answers of other settings ({'; '.join(differ)}); give another --output")
 
-    def _read(self) -> dict[str, dict]:
-        """Rows by id; a last line that was not finished is cut off."""
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with self.path.open("r+b") as file:
-                file.truncate(whole)
-        try:
-            return {row["id"]: row for row in map(json.loads, data[:whole].splitlines())}
-        except (ValueError, TypeError, KeyError):
-            raise RolloutError(f"{self.path}: has a line that is no rollout; give another --output") from None
+
+def _read(path: Path) -> dict[str, dict]:
+    """Rows by id; a last line that was not finished is cut off."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    os.truncate(path, whole)
+    try:
+        return {row["id"]: row for row in map(json.loads, data[:whole].splitlines())}
+    except (ValueError, TypeError, KeyError):
+        raise RolloutError(f"{path}: has a line that is no rollout; give another --output") from None
 
 
 def converse(
@@ -174,19 +171,20 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
         **sampling.model_dump(include=SAMPLING),
         "seed": config.seed if sampling.temperature else None,
     }
-    rollouts = Rollouts(output, settings)
     rows = [prompt.row_id(turn) for prompt in prompts for turn in range(len(prompt.turns))]
-    already, answered, tokens = sum(row in rollouts.done for row in rows), 0, 0
     progress, counts = Progress(), Counter[str]()
+    with continued(output, settings) as (file, done):
+        already, answered, tokens = sum(row in done for row in rows), 0, 0
 
-    def line() -> str:
-        return f"rollout: {already + answered} of {len(rows)} answers, {tokens / progress.seconds():.0f} tok/s"
+        def line() -> str:
+            return f"rollout: {already + answered} of {len(rows)} answers, {tokens / progress.seconds():.0f} tok/s"
 
-    with closing(rollouts):
-        work = partial(converse, config, tokenizer, answers, dict(rollouts.done))
+        work = partial(converse, config, tokenizer, answers, dict(done))
         for result in in_threads(work, prompts, config.rollout.concurrency):
             if isinstance(result, dict):
-                rollouts.append(result)
+                file.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+                file.flush()
+                done[result["id"]] = result
                 answered, tokens = answered + 1, tokens + len(result["response_ids"])
                 progress.tell(line(), answered / (len(rows) - already))
                 continue
@@ -195,7 +193,7 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
             counts[cause] += len(prompt.turns) - turn
             print(f"rollout: {prompt.row_id(turn)}: {cause}: {error}", file=sys.stderr, flush=True)
     progress.say(line())
-    counts.update(rollouts.done[row]["finish_reason"] for row in rows if row in rollouts.done)
+    counts.update(done[row]["finish_reason"] for row in rows if row in done)
     return counts
 
 
