@@ -74,7 +74,8 @@ def _capture(source: StateSource, dataset: Dataset, rows: range, at_once: int) -
         done = counts["captured"] + counts["dropped"]
         progress.tell(f"{counts.total():,} of {len(rows):,} rows, {amount()}", done / max(1, len(rows) - counts["there"]))
     others = {"were there": counts["there"], **{f"dropped: {cause}": count for cause, count in source.drops.items()}}
-    return f"{counts['captured']:,} rows captured{''.join(f', {count:,} {what}' for what, count in others.items() if count)}; {amount()}"
+    more = "".join(f", {count:,} {what}" for what, count in others.items() if count)
+    return f"{counts['captured']:,} rows captured{more}; {amount()}"
 
 
 def _take(source: StateSource, token_ids: list[int]) -> str:
