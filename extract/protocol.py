@@ -12,10 +12,9 @@ import socket
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from starlette.responses import JSONResponse
 
-from configs.schema import Positive
 from extract.pool import ExtractionError
 from store.files import write
 
@@ -31,7 +30,7 @@ class Body(BaseModel):
     """What a client may say; other keys of the OpenAI protocol are the engine's business."""
 
     prompt: list[int]
-    max_tokens: Positive = 16
+    max_tokens: PositiveInt = 16
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0  # 0: of all tokens
