@@ -37,14 +37,12 @@ class Progress:
 
 def in_threads(work: Callable[[T], Iterable[R]], items: Iterable[T], threads: int) -> Iterator[R]:
     """What `work` yields for each of the items, as it comes; raises what it raises. Ctrl-C does not wait for work that has begun."""
-    todo: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+    todo = iter([*items])  # threads may share the iterator of a list
     results: queue.SimpleQueue[R | Exception | None] = queue.SimpleQueue()
-    for item in [*items, *[None] * threads]:
-        todo.put(item)
 
     def run() -> None:
         try:
-            for item in iter(todo.get, None):
+            for item in todo:
                 for result in work(item):
                     results.put(result)
         except Exception as error:
@@ -53,14 +51,17 @@ def in_threads(work: Callable[[T], Iterable[R]], items: Iterable[T], threads: in
 
     for _ in range(threads):
         threading.Thread(target=run, daemon=True).start()
-    while threads:
-        result = results.get()
-        if isinstance(result, Exception):
-            raise result
-        if result is None:
-            threads -= 1
-        else:
-            yield result
+    try:
+        while threads:
+            result = results.get()
+            if isinstance(result, Exception):
+                raise result
+            if result is None:
+                threads -= 1
+            else:
+                yield result
+    finally:
+        list(todo)  # nobody wants the rest
 
 
 def shard(text: str) -> tuple[int, int]:
