@@ -10,22 +10,32 @@ from __future__ import annotations
 
 import argparse
 import sys
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from configs.command import command
 from configs.load import parse
 from configs.schema import Config
-from extract.captured import RECORD, Captured
-from extract.command import Progress, shard
+from extract.command import Progress, in_threads, shard
 from extract.obtain import StateSource
 from extract.pool import Pool
-from store.contract import ContractMismatch, require_same
+from store.contract import ContractMismatch, StateContract, require_same
 from store.dataset import Dataset
 from store.files import write
 
+RECORD = "captured.json"  # beside the data set
 GREEDY = 64  # tokens that a handshake wants
+
+
+class Captured(BaseModel):
+    """What the states are, and greedy answers of the engine that made them: (prompt, response) as token ids, whose states (of
+    both together) are in the cache too."""
+
+    contract: StateContract
+    examples: list[tuple[list[int], list[int]]]
 
 
 def capture(config: Config, folder: Path, shard: int = 0, shards: int = 1) -> str:
@@ -49,27 +59,30 @@ def capture(config: Config, folder: Path, shard: int = 0, shards: int = 1) -> st
 
 
 def _capture(source: StateSource, dataset: Dataset, rows: range, at_once: int) -> str:
-    def take(row: int) -> tuple[int, bool | None]:
+    def take(row: int) -> Iterator[tuple[str, int]]:
         token_ids = dataset[row]["input_ids"].tolist()
-        return len(token_ids), _take(source, token_ids)
+        yield _take(source, token_ids), len(token_ids)
 
-    waiting, pending = iter(rows), set[Future]()
-    progress = Captures(len(rows), source.buffer(1).nbytes)
-    with ThreadPoolExecutor(at_once, "capture") as askers:
-        while True:
-            pending |= {askers.submit(take, row) for row in islice(waiting, 2 * at_once - len(pending))}
-            if not pending:
-                return progress.summary(source.drops)
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                progress.add(*future.result())
+    def amount() -> str:
+        return f"{tokens * token_bytes / 1e9:.3f} GB, {tokens:,} tokens, {tokens / progress.seconds():,.0f} tok/s"
+
+    progress, token_bytes = Progress(), source.buffer(1).nbytes
+    counts, tokens = Counter[str](), 0  # rows by outcome, tokens captured
+    for outcome, length in in_threads(take, rows, at_once):
+        counts[outcome] += 1
+        tokens += length if outcome == "captured" else 0
+        done = counts["captured"] + counts["dropped"]
+        progress.tell(f"{counts.total():,} of {len(rows):,} rows, {amount()}", done / max(1, len(rows) - counts["there"]))
+    others = {"were there": counts["there"], **{f"dropped: {cause}": count for cause, count in source.drops.items()}}
+    more = "".join(f", {count:,} {what}" for what, count in others.items() if count)
+    return f"{counts['captured']:,} rows captured{more}; {amount()}"
 
 
-def _take(source: StateSource, token_ids: list[int]) -> bool | None:
-    """Whether the states could be made and lie in the cache now; None: they were there."""
+def _take(source: StateSource, token_ids: list[int]) -> str:
+    """Have the states in the cache: "there" already, "captured" now, or "dropped" since they cannot be made."""
     if source.has(token_ids):
-        return None
-    return source.obtain(token_ids, source.buffer(len(token_ids)))
+        return "there"
+    return "captured" if source.obtain(token_ids, source.buffer(len(token_ids))) else "dropped"
 
 
 def _require_room(config: Config, dataset: Dataset, token_bytes: int) -> None:
@@ -89,38 +102,12 @@ def _record(config: Config, source: StateSource, dataset: Dataset, file: Path) -
         if len(prompt) + GREEDY >= config.extract.max_model_len:
             continue
         response, _ = source.pool.complete(prompt, GREEDY)
-        if _take(source, [*prompt, *response]) is not False:
+        if _take(source, [*prompt, *response]) != "dropped":
             examples.append((prompt, response))
             known += len(response)
         if known >= GREEDY:
             break
     write(file, Captured(contract=source.contract, examples=examples).model_dump_json(indent=2))
-
-
-class Captures(Progress):
-    def __init__(self, rows: int, token_bytes: int):
-        super().__init__()
-        self.rows, self.token_bytes = rows, token_bytes
-        self.made = self.there = self.dropped = self.tokens = 0
-
-    def add(self, tokens: int, outcome: bool | None) -> None:
-        """A row of so many tokens: made (True), not to be made (False), or there already (None)."""
-        self.made += outcome is True
-        self.there += outcome is None
-        self.dropped += outcome is False
-        self.tokens += tokens if outcome else 0
-        if self.due():
-            done = self.made + self.dropped
-            left = (self.rows - done - self.there) * self.seconds() / max(done, 1)
-            self.say(f"{done + self.there:,} of {self.rows:,} rows, {self._amount()}, {left:,.0f} s left", self.end)
-
-    def summary(self, drops) -> str:
-        counts = {"were there": self.there, **{f"dropped: {cause}": count for cause, count in drops.items()}}
-        others = "".join(f", {count:,} {what}" for what, count in counts.items() if count)
-        return f"{self.made:,} rows captured{others}; {self._amount()}"
-
-    def _amount(self) -> str:
-        return f"{self.tokens * self.token_bytes / 1e9:.3f} GB, {self.tokens:,} tokens, {self.tokens / self.seconds():,.0f} tok/s"
 
 
 @command("extract.capture", ValueError)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from itertools import takewhile
 
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -60,13 +59,9 @@ def read_row(row: object) -> Conversation | Rollout:
         messages.pop()
     if not messages:
         raise Dropped("no_answer", "no turn of the assistant")
-    if len(list(takewhile(lambda message: message["role"] == "system", messages))) == _first_answer(messages):
+    if next(message["role"] for message in messages if message["role"] != "system") == "assistant":
         raise Dropped("assistant_first", "an answer to nothing")
     return Conversation(messages, _tools(row.get("tools")))
-
-
-def _first_answer(messages: list[dict]) -> int:
-    return next(index for index, message in enumerate(messages) if message["role"] == "assistant")
 
 
 def _rollout(row: dict) -> Rollout:
@@ -110,7 +105,7 @@ def _message(item: object) -> dict:
     if role == "assistant":
         calls = item.get("tool_calls")
         if given == "function_call":
-            calls, message["content"] = _json(message["content"], "bad_tools"), ""
+            calls, message["content"] = _json(message["content"]), ""
         if calls:
             message["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
         reasoning = next((item[field] for field in REASONING if item.get(field)), None)
@@ -143,14 +138,14 @@ def _call(call: object) -> dict:
         raise Dropped("bad_tools", "a tool call without the name of a function")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
-        arguments = _json(arguments or "{}", "bad_tools")
+        arguments = _json(arguments or "{}")
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**identity, "type": "function", "function": {"name": function["name"], "arguments": {} if arguments is None else arguments}}
 
 
 def _tools(tools: object) -> list[dict] | None:
     if isinstance(tools, str):
-        tools = _json(tools, "bad_tools") if tools.strip() else None
+        tools = _json(tools) if tools.strip() else None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -158,8 +153,8 @@ def _tools(tools: object) -> list[dict] | None:
     return tools
 
 
-def _json(text: str, cause: str) -> object:
+def _json(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Dropped(cause, f"not JSON ({error})") from None
+        raise Dropped("bad_tools", f"not JSON ({error})") from None

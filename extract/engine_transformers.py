@@ -21,31 +21,19 @@ from torch import Tensor
 from configs.schema import Config
 from extract.hf import HFVerifier
 from extract.pool import ExtractionError
-from extract.protocol import check_prompt
+from extract.protocol import Body, check_prompt
 from store.objects import ObjectStore, StoreError
 from store.sample import put_sample
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Completion:
-    token_ids: list[int]
-    finish_reason: str  # "stop" or "length"
-
-
 @dataclass(eq=False)
 class Ask:
-    """One request: a continuation of `prompt`, or its states under the name `sample`. Its answer is a Completion."""
+    """One request: for a continuation of its prompt, or for its states. Its answer is token ids, and why they end: "stop" or "length"."""
 
-    prompt: list[int]
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: of all tokens
-    seed: int | None = None
-    sample: str | None = None
-    answer: Future = field(default_factory=Future)
+    body: Body
+    answer: Future[tuple[list[int], str]] = field(default_factory=Future)
     abandoned: bool = False  # set by whoever asked: nobody waits any more
 
     def fail(self, cause: str, message: str) -> None:
@@ -88,7 +76,7 @@ class TransformersEngine:
         """Take an ask; its answer comes later. Raises ExtractionError (bad_request, too_long, unknown_tokens) at once."""
         if self._stopped:
             raise ExtractionError("draining", "the extractor has stopped")
-        check_prompt(ask.prompt, ask.max_tokens, self.settings.max_model_len, self.verifier.vocab_size)
+        check_prompt(ask.body.prompt, ask.body.max_tokens, self.settings.max_model_len, self.verifier.vocab_size)
         self._asks.put(ask)
 
     def alive(self) -> bool:
@@ -135,7 +123,7 @@ class TransformersEngine:
                 return True
             if ask is None:
                 return False
-            (self._prompts if ask.sample is None else self._samples).append(ask)
+            (self._prompts if ask.body.sample is None else self._samples).append(ask)
 
     def _take(self, asks: deque[Ask], rows: int) -> list[Ask]:
         """The next asks of one batch, in order: up to `rows` rows and `extract.batch_tokens` tokens with padding, at least one."""
@@ -144,43 +132,43 @@ class TransformersEngine:
             if asks[0].abandoned:
                 asks.popleft().fail("abandoned", "nobody waits for it")
                 continue
-            longest = max(longest, len(asks[0].prompt))
+            longest = max(longest, len(asks[0].body.prompt))
             if batch and longest * (len(batch) + 1) > self.settings.batch_tokens:
                 break
             batch.append(asks.popleft())
         return batch
 
     def _make(self, batch: list[Ask]) -> None:
-        for ask, states in zip(batch, self.verifier.prefill([ask.prompt for ask in batch])):
+        for ask, states in zip(batch, self.verifier.prefill([ask.body.prompt for ask in batch])):
             try:
                 self._publish(ask, states)
             except (ExtractionError, StoreError) as error:
                 ask.fail(error.cause, str(error))
             else:
                 self.counts.update(samples=1, tokens_made=len(states))
-                ask.answer.set_result(Completion([], "length"))
+                ask.answer.set_result(([], "length"))
 
     def _publish(self, ask: Ask, states: Tensor) -> None:
         """Put one sample, so that it is complete or leaves nothing. Raises ExtractionError, StoreError."""
         if ask.abandoned:
             raise ExtractionError("abandoned", "nobody waits for it")
         try:
-            put_sample(self.store, ask.sample, self.contract, ask.prompt, states)
+            put_sample(self.store, ask.body.sample, self.contract, ask.body.prompt, states)
         except ValueError as error:  # the name is taken or is none; whoever has it keeps it
             raise ExtractionError("bad_request", str(error)) from None
 
     def _admit(self, batch: list[Ask]) -> None:
         """Fill the next slots with prompts but for their last tokens, which join the others' decoding step."""
         rows = torch.arange(len(self._rows), len(self._rows) + len(batch))
-        lengths = torch.tensor([len(ask.prompt) - 1 for ask in batch])
+        lengths = torch.tensor([len(ask.body.prompt) - 1 for ask in batch])
         self._slots.lengths[rows] = 0
         if longest := int(lengths.max()):
-            tokens = torch.tensor([ask.prompt[:-1] + [0] * (longest + 1 - len(ask.prompt)) for ask in batch])
+            tokens = torch.tensor([ask.body.prompt[:-1] + [0] * (longest + 1 - len(ask.body.prompt)) for ask in batch])
             self.verifier.step(tokens, self._slots, rows, logits=False)
         self._slots.lengths[rows] = lengths
         for ask in batch:
-            generator = torch.Generator().manual_seed(self.seed if ask.seed is None else ask.seed)
-            self._rows.append(Row(ask, ask.prompt[-1], generator))
+            generator = torch.Generator().manual_seed(self.seed if ask.body.seed is None else ask.body.seed)
+            self._rows.append(Row(ask, ask.body.prompt[-1], generator))
 
     def _decode(self) -> None:
         """One token for every running row; those that end leave their slot to the last one."""
@@ -196,7 +184,7 @@ class TransformersEngine:
                 self._slots.clear_row(index)
                 row.ask.fail("non_finite", "the verifier's logits are not finite")
             else:
-                row.token = _draw(logits[index], row) if row.ask.temperature else best[index]
+                row.token = _draw(logits[index], row) if row.ask.body.temperature else best[index]
                 row.response.append(row.token)
                 self._end(row)
             if row.ask.answer.done():
@@ -211,9 +199,9 @@ class TransformersEngine:
         stopped = row.token in self.verifier.stop_ids
         if row.ask.abandoned:
             row.ask.fail("abandoned", "nobody waits for it")
-        elif stopped or len(row.response) == row.ask.max_tokens:
+        elif stopped or len(row.response) == row.ask.body.max_tokens:
             self.counts["completions"] += 1
-            row.ask.answer.set_result(Completion(row.response, "stop" if stopped else "length"))
+            row.ask.answer.set_result((row.response, "stop" if stopped else "length"))
 
 
 @contextmanager
@@ -230,7 +218,7 @@ def _answering(batch: list[Ask]) -> Iterator[None]:
 
 def _draw(logits: Tensor, row: Row) -> int:
     """Sample from logits [V] with the row's own random numbers, so that an answer does not depend on its neighbours."""
-    p, order = (logits.double() / row.ask.temperature).softmax(-1).sort(descending=True)
-    p[row.ask.top_k or len(p) :] = 0
-    p[p.cumsum(-1) - p >= row.ask.top_p * p.sum()] = 0  # the likeliest that together reach top_p, of what top_k left
+    p, order = (logits.double() / row.ask.body.temperature).softmax(-1).sort(descending=True)
+    p[row.ask.body.top_k or len(p) :] = 0
+    p[p.cumsum(-1) - p >= row.ask.body.top_p * p.sum()] = 0  # the likeliest that together reach top_p, of what top_k left
     return int(order[torch.multinomial(p, 1, generator=row.generator)])

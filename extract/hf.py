@@ -54,15 +54,7 @@ class HFVerifier:
     def contract(self) -> StateContract:
         """What the states of this verifier are, for whoever stores or trains on them."""
         engine = {"name": "transformers", "version": transformers.__version__}
-        return StateContract(
-            verifier=fingerprint(self.path),
-            taps=self.taps,
-            last="pre_norm",
-            residual="stream",
-            dtype=self.dtype,
-            codec="raw",
-            engine=engine,
-        )
+        return StateContract(verifier=fingerprint(self.path), taps=self.taps, last="pre_norm", dtype=self.dtype, engine=engine)
 
     @torch.no_grad()
     def prefill(self, rows: list[list[int]]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from extract.parts import Part
 from extract.rows import Source
 
 FEATURES = Features({"id": Value("string"), "input_ids": List(Value("int32")), "loss_mask": List(Value("uint8"))})
-SHARD_BYTES = 256 << 20
+DATA = "data-00000-of-00001.arrow"
 VALIDATION = "validation"  # folder beside the training files
 
 
@@ -45,7 +45,7 @@ def merge(parts: list[Part], sources: list[Source], config: Config, vocab_size: 
     lengths, supervised = [], []
     with ExitStack() as stack:
         drops, held_out = (stack.enter_context((folder / name).open("w")) for name in ("drops.jsonl", "held_out.jsonl"))
-        training, validation = DataFiles(folder), DataFiles(folder / VALIDATION)
+        training, validation = DataFile(folder), DataFile(folder / VALIDATION)
         for part, new in zip(parts, _first_seen(parts), strict=True):
             table, about = part.read()
             source, record = sources[part.source], summary.sources[sources[part.source].path]
@@ -84,45 +84,33 @@ def draft_vocabulary(counts: np.ndarray, size: int) -> np.ndarray:
     return np.sort(np.argsort(-counts, kind="stable")[:size])
 
 
-class DataFiles:
-    """Files of one data set as `datasets.load_from_disk` reads them, written table by table."""
+class DataFile:
+    """The one file of a data set, written table by table, and what `datasets.load_from_disk` wants beside it."""
 
     def __init__(self, folder: Path):
-        self.folder, self.rows, self.bytes, self.files, self.writer = folder, 0, 0, 0, None
+        self.folder, self.rows, self.writer = folder, 0, None
         self.digest = hashlib.blake2b(digest_size=8)  # of the content, since `datasets` keeps results under it
 
     def write(self, table: pa.Table) -> None:
         if not len(table):
             return
-        for content in table["content"].to_pylist():
-            self.digest.update(content)
-        table = table.select(list(FEATURES)).cast(FEATURES.arrow_schema)
         if self.writer is None:
             self.folder.mkdir(exist_ok=True)
-            self.writer = pa.ipc.new_stream(str(self.folder / f"data-{self.files:05d}.arrow"), FEATURES.arrow_schema)
-            self.bytes = 0
-        self.writer.write_table(table)
-        self.rows, self.bytes = self.rows + len(table), self.bytes + table.nbytes
-        if self.bytes >= SHARD_BYTES:
-            self._end_file()
+            self.writer = pa.ipc.new_stream(str(self.folder / DATA), FEATURES.arrow_schema)
+        for content in table["content"].to_pylist():
+            self.digest.update(content)
+        self.writer.write_table(table.select(list(FEATURES)).cast(FEATURES.arrow_schema))
+        self.rows += len(table)
 
     def close(self) -> int:
-        """Number of rows. Files get their final names, and the data set its description."""
-        self._end_file()
-        names = [f"data-{number:05d}-of-{self.files:05d}.arrow" for number in range(self.files)]
-        for number, name in enumerate(names):
-            (self.folder / f"data-{number:05d}.arrow").rename(self.folder / name)
-        if names:
+        """Number of rows; without any there is no file."""
+        if self.writer is not None:
+            self.writer.close()
             DatasetInfo(features=FEATURES).write_to_directory(str(self.folder))
-            state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": self.digest.hexdigest(), "_split": None}
+            state = {"_data_files": [{"filename": DATA}], "_fingerprint": self.digest.hexdigest(), "_split": None}
             state |= {"_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False}
             (self.folder / "state.json").write_text(json.dumps(state, indent=2))
         return self.rows
-
-    def _end_file(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-            self.writer, self.files = None, self.files + 1
 
 
 def _first_seen(parts: list[Part]) -> Iterator[np.ndarray]:

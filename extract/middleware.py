@@ -60,8 +60,7 @@ class Gate:
                 raise ExtractionError("draining", "this extractor is going away, ask another one")
             await self._hold(scope, receive, send, *self._ticket(await Request(scope, receive).body()))
         except ExtractionError as error:
-            status, content = refusal(error.cause, str(error))
-            await JSONResponse(content, status)(scope, receive, send)
+            await refusal(error)(scope, receive, send)
         except ClientDisconnect:
             return
         finally:
@@ -88,8 +87,12 @@ class Gate:
         verdict = self.waiting[ticket] = asyncio.get_running_loop().create_future()
         answer: list[dict] = []
         delivered = False
+
+        async def collect(message: dict) -> None:
+            answer.append(message)
+
         try:
-            await self.app(scope, _replay(body, receive), _into(answer))
+            await self.app(scope, _replay(body, receive), collect)
             if not answer:
                 return  # the asker has gone, vLLM has aborted the request
             if (status := answer[0]["status"]) != 200:
@@ -200,13 +203,6 @@ def _replay(body: bytes, receive):
         return unread.pop() if unread else await receive()
 
     return again
-
-
-def _into(answer: list[dict]):
-    async def collect(message: dict) -> None:
-        answer.append(message)
-
-    return collect
 
 
 def _message(answer: list[dict]) -> str:

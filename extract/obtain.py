@@ -38,8 +38,8 @@ class NoStates(PlainError):
     """States, or answers, cannot be had any more; the message says why."""
 
 
-def persist(settings: PoolSettings, attempt: Callable[[int], T], failed: Callable[[Exception], None] = lambda error: None) -> T:
-    """What `attempt` (given its number) returns once it succeeds; `failed` is told of each error before.
+def persist(settings: PoolSettings, attempt: Callable[[int], T], retries: Counter[str]) -> T:
+    """What `attempt` (given its number) returns once it succeeds; `retries` counts the errors before, by cause.
 
     Raises the last ExtractionError or StoreError where it is what was asked that cannot be served. NoStates once `pool.attempts`
     attempts have failed for another reason, or what answers has been away for `pool.deadline_s`.
@@ -49,7 +49,7 @@ def persist(settings: PoolSettings, attempt: Callable[[int], T], failed: Callabl
         try:
             return attempt(number)
         except (ExtractionError, StoreError) as error:
-            failed(error)
+            retries[error.cause] += 1
             failures += error.cause not in AWAY or time.monotonic() > patience
             if error.cause in HOPELESS or failures == settings.attempts:
                 if error.cause in OF_THE_SAMPLE:
@@ -110,11 +110,8 @@ class StateSource:
             self.pool.make(name, token_ids)
             return token_ids, out
 
-        def count(error: ExtractionError | StoreError) -> None:
-            self.retries[error.cause] += 1
-
         sequence = next(self._sequence)
-        persist(self.settings, lambda attempt: self._attempt(f"{sequence}/{attempt}", len(token_ids), ask), count)
+        persist(self.settings, lambda attempt: self._attempt(f"{sequence}/{attempt}", len(token_ids), ask), self.retries)
 
     def complete(self, prompt: list[int], max_tokens: int, **sampling) -> tuple[list[int], str]:
         """As the pool does it; what the verifier computes on the way is kept in the cache. Raises ExtractionError."""

@@ -12,11 +12,12 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import chain, count, islice, takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -88,14 +89,10 @@ class Maker:
         return [_attempt(self._make, item, next(encodings) if isinstance(item, Rendered) else None) for item in items]
 
     def _read(self, row: object) -> Rendered | Rollout:
-        if isinstance(row, Dropped):
-            raise row
         item = read_row(row)
         return item if isinstance(item, Rollout) else self.supervisor.render(item)
 
-    def _make(self, item: Rendered | Rollout | Dropped, encoding: Encoding | None) -> Made:
-        if isinstance(item, Dropped):
-            raise item
+    def _make(self, item: Rendered | Rollout, encoding: Encoding | None) -> Made:
         if isinstance(item, Rollout):
             ids = np.array(item.prompt_ids + item.response_ids)
             if ids.max() >= self.vocab_size:
@@ -120,9 +117,9 @@ class Maker:
         except RenderError:
             return ids[: mask.argmax()]
 
-    def part(self, chunk: Chunk, path: Path) -> int:
-        """Write the part of a chunk, complete or not at all; the number of rows kept."""
-        columns, drops, finished, rows, cut = [[] for _ in SCHEMA], [], {}, 0, 0
+    def part(self, chunk: Chunk, path: Path) -> None:
+        """Write the part of a chunk, complete or not at all."""
+        kept, drops, finished, rows, cut = [], [], Counter[str](), 0, 0
         read = chunk.parse()
         while batch := list(islice(read, BATCH)):
             rows += len(batch)
@@ -132,30 +129,23 @@ class Maker:
                     continue
                 cut += made.cut
                 if made.finish_reason:
-                    finished[made.finish_reason] = finished.get(made.finish_reason, 0) + 1
+                    finished[made.finish_reason] += 1
                 content = hashlib.blake2b(made.ids, digest_size=16, key=self.seed)
                 content.update(made.mask)
                 prompt = hashlib.blake2b(made.prompt, digest_size=8, key=self.seed)
                 name = _identity(row) or f"{chunk.source.name}:{number}"
-                values = (name, made.ids, made.mask, number, content.digest(), int.from_bytes(prompt.digest(), "little"))
-                for column, value in zip(columns, values, strict=True):
-                    column.append(value)
+                hashes = {"content": content.digest(), "prompt": int.from_bytes(prompt.digest(), "little")}
+                kept.append({"id": name, "input_ids": made.ids, "loss_mask": made.mask, "row": number, **hashes})
         about = {"rows": rows, "cut": cut, "finished": finished, "drops": drops}
         schema = SCHEMA.with_metadata({"chunk": json.dumps(about)})
-        arrays = [
-            _lists(column, field.type) if pa.types.is_list(field.type) else pa.array(column, field.type)
-            for column, field in zip(columns, SCHEMA)
-        ]
-        table = pa.table(arrays, schema=schema)
         with appearing(path) as partial, pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
-            stream.write(table)
-        return table.num_rows
+            stream.write(pa.Table.from_pylist(kept, schema))
 
 
-def _attempt(step: Callable, *given: object) -> object:
-    """What `step` returns, or the drop that it raises."""
+def _attempt(step: Callable, item: object, *more: object) -> object:
+    """What `step` returns, or the drop that it raises; what is dropped already stays so."""
     try:
-        return step(*given)
+        return item if isinstance(item, Dropped) else step(item, *more)
     except Dropped as drop:
         return drop
     except Exception as error:  # one row costs one row; a fault of ours shows in the report under its own cause
@@ -183,15 +173,14 @@ def make_parts(
     parts: list[Part] = []
 
     def missing() -> Iterator[tuple[Chunk, Path]]:
-        numbers = count()
-        for source, chunk in chain.from_iterable(((at, chunk) for chunk in chunks(each)) for at, each in enumerate(sources)):
-            number = next(numbers)
-            path = folder / f"{number:07d}-{chunk.digest()}.arrow"
-            parts.append(Part(path, source))
-            if number % total == index and not path.exists():
-                yield chunk, path
-            else:
-                progress(chunk.size, chunk.nbytes)
+        for at, source in enumerate(sources):
+            for chunk in chunks(source):
+                number, path = len(parts), folder / f"{len(parts):07d}-{chunk.digest()}.arrow"
+                parts.append(Part(path, at))
+                if number % total == index and not path.exists():
+                    yield chunk, path
+                else:
+                    progress(chunk.size, chunk.nbytes)
 
     if config.data.processes == 1:
         for chunk, path in missing():
@@ -239,14 +228,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(chunk: Chunk, path: Path) -> int:
-    return _maker.part(chunk, path)
-
-
-def _lists(rows: list[np.ndarray], kind: pa.ListType) -> pa.ListArray:
-    """Rows of numbers as a column, without a look at each number."""
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    return pa.ListArray.from_arrays(offsets, np.concatenate(rows) if rows else pa.array([], kind.value_type), kind)
+def _work(chunk: Chunk, path: Path) -> None:
+    _maker.part(chunk, path)
 
 
 def _identity(row: dict) -> str | None:

@@ -125,9 +125,8 @@ class Rows(Progress):
 
     def __call__(self, rows: int, nbytes: int) -> None:
         self.rows, self.bytes = self.rows + rows, self.bytes + nbytes
-        if self.due():
-            left = f", {self.bytes / self.total:.0%}, {self.seconds() * (self.total / self.bytes - 1):,.0f} s left" if self.total else ""
-            self.say(f"{self.rows:,} rows, {self.rows / self.seconds():,.0f} a second{left}", self.end)
+        share = self.bytes / self.total if self.total else 0.0
+        self.tell(f"{self.rows:,} rows, {self.rows / self.seconds():,.0f} a second" + (f", {share:.0%}" if share else ""), share)
 
 
 def print_rows(config: Config, sources: list[Source], number: int) -> None:
@@ -141,7 +140,7 @@ def print_rows(config: Config, sources: list[Source], number: int) -> None:
                 console.print(f"{title}: dropped, {made}", style="yellow", markup=False)
                 continue
             show(console, title, [maker.tokenizer.decode([token]) for token in made.ids], made.mask)
-            if not (number := number - 1):
+            if (number := number - 1) <= 0:
                 return
 
 
@@ -152,24 +151,18 @@ def main(argv: list[str] | None = None) -> int | None:
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: data.path of CONFIG")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="i/n", help="make this part of the parts only, i from 0")
     parser.add_argument("--overwrite", action="store_true", help="remove what this tool wrote to DIR before")
-    parser.add_argument("--show", type=_count, metavar="N", help="print N rows, supervised tokens in colour, and write nothing")
+    parser.add_argument("--show", type=int, metavar="N", help="print N rows, supervised tokens in colour, and write nothing")
     args, config = parse(parser, argv)
     output = args.output or config.data.path
     try:
         sources = [Source.parse(text) for text in args.data]
-        if args.show:
+        if args.show is not None:
             print_rows(config, sources, args.show)
         else:
             print(f"{output}: {prepare(config, sources, output, args.shard, args.overwrite)}")
     except KeyboardInterrupt:
         print("prepare_data: stopped; run again to go on", file=sys.stderr)
         return 130
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows from 1")
-    return int(text)
 
 
 if __name__ == "__main__":

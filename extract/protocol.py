@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from starlette.responses import JSONResponse
 
 from extract.pool import ExtractionError
 from store.files import write
@@ -61,10 +62,9 @@ def check_prompt(prompt: list[int], max_tokens: int, max_model_len: int, vocab_s
         raise ExtractionError("unknown_tokens", f"a token is outside 0..{vocab_size - 1}")
 
 
-def refusal(cause: str, message: str) -> tuple[int, dict]:
-    """HTTP status and body of what is not served."""
-    status = STATUS.get(cause, 500)
-    return status, {"error": {"message": message, "type": cause, "code": status}}
+def refusal(error: ExtractionError) -> JSONResponse:
+    status = STATUS.get(error.cause, 500)
+    return JSONResponse({"error": {"message": str(error), "type": error.cause, "code": status}}, status)
 
 
 def registration(run_dir: Path) -> Path:

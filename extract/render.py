@@ -32,10 +32,10 @@ def load_tokenizer(verifier: Verifier) -> PreTrainedTokenizerBase:
     if not tokenizer.chat_template:
         raise RenderError(f"{verifier.path}: the tokenizer has no chat template")
     switches = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in verifier.template.items())
-    named = isinstance(tokenizer.chat_template, dict)  # a template for tools beside the default, say
-    templates = tokenizer.chat_template if named else {"": tokenizer.chat_template}
-    templates = {name: switches + template for name, template in templates.items()}
-    tokenizer.chat_template = templates if named else templates[""]
+    if isinstance(tokenizer.chat_template, dict):  # a template for tools beside the default, say
+        tokenizer.chat_template = {name: switches + template for name, template in tokenizer.chat_template.items()}
+    else:
+        tokenizer.chat_template = switches + tokenizer.chat_template
     return tokenizer
 
 

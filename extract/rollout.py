@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
+import os
 import sys
-import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from configs.command import PlainError, command
 from configs.load import parse
 from configs.schema import Config
-from extract.command import Progress
+from extract.command import Progress, in_threads
 from extract.obtain import StateSource, persist
 from extract.pool import ExtractionError, Pool
 from extract.render import RenderError, assistant_message, between_ids, load_tokenizer, prompt_ids, template_hash, tokenizer_hash
@@ -80,132 +81,80 @@ def _prompt(row: dict) -> Prompt:
     return Prompt(str(row["id"]), messages[: len(messages) - first], [message["content"] for message in messages[-first:]])
 
 
-class Rollouts:
-    """The output file: rows are only ever appended, and whole; beside it lie the settings that they were made with."""
+@contextmanager
+def continued(path: Path, settings: dict) -> Iterator[tuple[IO[bytes], dict[str, dict]]]:
+    """The output file, to append whole rows to, and its rows by id; beside it lie the settings that they were made with.
 
-    def __init__(self, path: Path, settings: dict):
-        self.path, self.settings_path = path, path.with_name(path.name + ".settings.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            self._file = stack.enter_context(path.open("ab"))
-            if not try_lock(self._file):
-                raise RolloutError(f"{path}: is being written by another process; give another --output")
-            self._agree(settings)
-            self.done = self._read()
-            self.close = stack.pop_all().close
+    Raises RolloutError: another process writes it, it has answers of other settings, or something else.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        if not try_lock(file):
+            raise RolloutError(f"{path}: is being written by another process; give another --output")
+        _agree(path, settings)
+        yield file, _read(path)
 
-    def append(self, row: dict) -> None:
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-        self.done[row["id"]] = row
 
-    def _agree(self, settings: dict) -> None:
-        if not self.path.stat().st_size:
-            write(self.settings_path, json.dumps(settings, indent=2) + "\n")
-            return
-        if not self.settings_path.exists():
-            raise RolloutError(f"{self.path}: not a file of this command ({self.settings_path.name} is missing)")
-        old = json.loads(self.settings_path.read_text())
-        if differ := [f"{key} {old.get(key)!r} then, {settings.get(key)!r} now" for key in settings if old.get(key) != settings[key]]:
-            raise RolloutError(f"{self.path}: has answers of other settings ({'; '.join(differ)}); give another --output")
+def _agree(path: Path, settings: dict) -> None:
+    beside = path.with_name(path.name + ".settings.json")
+    if not path.stat().st_size:
+        write(beside, json.dumps(settings, indent=2) + "\n")
+        return
+    if not beside.exists():
+        raise RolloutError(f"{path}: not a file of this command ({beside.name} is missing)")
+    old = json.loads(beside.read_text())
+    if differ := [f"{key} {old.get(key)!r} then, {settings.get(key)!r} now" for key in settings if old.get(key) != settings[key]]:
+        raise RolloutError(f"{path}: has answers of other settings ({'; '.join(differ)}); give another --output")
 
-    def _read(self) -> dict[str, dict]:
-        """Rows by id; a last line that was not finished is cut off."""
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with self.path.open("r+b") as file:
-                file.truncate(whole)
+
+def _read(path: Path) -> dict[str, dict]:
+    """Rows by id; a last line that was not finished is cut off."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    os.truncate(path, whole)
+    try:
+        return {row["id"]: row for row in map(json.loads, data[:whole].splitlines())}
+    except (ValueError, TypeError, KeyError):
+        raise RolloutError(f"{path}: has a line that is no rollout; give another --output") from None
+
+
+def converse(
+    config: Config, tokenizer, pool: Pool | StateSource, done: dict[str, dict], prompt: Prompt
+) -> Iterator[dict | tuple[Prompt, int, Exception]]:
+    """Rows of the turns that are not `done`, and for a turn that cannot be answered: its prompt, turn and reason.
+
+    Raises RolloutError, NoStates.
+    """
+    messages, before = list(prompt.given), None
+    for turn, text in enumerate(prompt.turns):
+        user = {"role": "user", "content": text}
         try:
-            return {row["id"]: row for row in map(json.loads, data[:whole].splitlines())}
-        except (ValueError, TypeError, KeyError):
-            raise RolloutError(f"{self.path}: has a line that is no rollout; give another --output") from None
-
-
-class Answerer:
-    """Holds conversations with the verifier, `rollout.concurrency` of them at once."""
-
-    def __init__(self, config: Config, tokenizer, pool: Pool | StateSource, done: dict[str, dict]):
-        self.config, self.tokenizer, self.pool, self.done = config, tokenizer, pool, dict(done)
-
-    def run(self, prompts: list[Prompt]) -> Iterator[dict | tuple[Prompt, int, Exception]]:
-        """Rows as they come, and for a turn that cannot be answered: its prompt, turn and reason. Raises RolloutError, NoStates."""
-        todo: queue.SimpleQueue[Prompt] = queue.SimpleQueue()
-        results: queue.SimpleQueue = queue.SimpleQueue()
-        for prompt in prompts:
-            todo.put(prompt)
-
-        def work() -> None:
-            while True:
-                try:
-                    prompt = todo.get(block=False)
-                except queue.Empty:
-                    return
-                try:
-                    for row in self._converse(prompt):
-                        results.put(row)
-                except Exception as error:
-                    results.put(error)
-                results.put(None)  # this prompt is done
-
-        for _ in range(min(self.config.rollout.concurrency, len(prompts))):
-            threading.Thread(target=work, daemon=True).start()  # daemons: Ctrl-C does not wait for answers
-        left = len(prompts)
-        while left:
-            result = results.get()
-            if isinstance(result, Exception):
-                raise result
-            if result is None:
-                left -= 1
+            if before is None:
+                ids = prompt_ids(tokenizer, [*messages, user])
             else:
-                yield result
-
-    def _converse(self, prompt: Prompt) -> Iterator[dict | tuple[Prompt, int, Exception]]:
-        messages, before = list(prompt.given), None
-        for turn, text in enumerate(prompt.turns):
-            user = {"role": "user", "content": text}
-            try:
-                if before is None:
-                    ids = prompt_ids(self.tokenizer, [*messages, user])
-                else:
-                    ids = before["prompt_ids"] + before["response_ids"]
-                    ids = ids + between_ids(self.tokenizer, messages[:-1], user, ids[-1])
-                messages.append(user)
-                row = self.done.get(prompt.row_id(turn))
-                if row is None:
-                    row = self._answer(prompt.row_id(turn), ids, messages)
-                    yield row
-                elif row["prompt_ids"] != ids:
-                    raise RolloutError(f"prompt {prompt.row_id(turn)!r} is not the one that was answered; give another --output")
-            except (RenderError, ExtractionError) as error:
-                yield prompt, turn, error
-                return
-            messages.append(row["messages"][-1])
-            before = row
-
-    def _answer(self, row_id: str, ids: list[int], messages: list[dict]) -> dict:
-        """One answered turn. Raises ExtractionError for a prompt that cannot be answered, NoStates where nobody answers."""
-        settings, seed = self.config.rollout, zlib.crc32(f"{self.config.seed}/{row_id}".encode())  # the same in any order
-        sampling = settings.model_dump(include=SAMPLING) | {"seed": seed}
-        response, reason = persist(self.config.pool, lambda _: self.pool.complete(ids, settings.max_tokens, **sampling))
-        messages, text = [*messages, assistant_message(self.tokenizer, response)], self.tokenizer.decode(response, skip_special_tokens=True)
-        return dict(id=row_id, prompt_ids=ids, response_ids=response, finish_reason=reason, messages=messages, text=text)
+                ids = before["prompt_ids"] + before["response_ids"]
+                ids = ids + between_ids(tokenizer, messages[:-1], user, ids[-1])
+            messages.append(user)
+            row = done.get(prompt.row_id(turn))
+            if row is None:
+                row = answer(config, tokenizer, pool, prompt.row_id(turn), ids, messages)
+                yield row
+            elif row["prompt_ids"] != ids:
+                raise RolloutError(f"prompt {prompt.row_id(turn)!r} is not the one that was answered; give another --output")
+        except (RenderError, ExtractionError) as error:
+            yield prompt, turn, error
+            return
+        messages.append(row["messages"][-1])
+        before = row
 
 
-class Answers(Progress):
-    def __init__(self, total: int, already: int):
-        super().__init__()
-        self.total, self.already = total, already
-        self.rows = self.tokens = 0
-
-    def add(self, row: dict) -> None:
-        self.rows, self.tokens = self.rows + 1, self.tokens + len(row["response_ids"])
-        if self.due():
-            left = (self.total - self.already - self.rows) * self.seconds() / self.rows
-            self.say(f"{self.line()}, {left:,.0f} s left", self.end)
-
-    def line(self) -> str:
-        return f"rollout: {self.already + self.rows} of {self.total} answers, {self.tokens / self.seconds():.0f} tok/s"
+def answer(config: Config, tokenizer, pool: Pool | StateSource, row_id: str, ids: list[int], messages: list[dict]) -> dict:
+    """One answered turn. Raises ExtractionError for a prompt that cannot be answered, NoStates where nobody answers."""
+    settings, seed = config.rollout, zlib.crc32(f"{config.seed}/{row_id}".encode())  # the same in any order
+    sampling = settings.model_dump(include=SAMPLING) | {"seed": seed}
+    response, reason = persist(config.pool, lambda _: pool.complete(ids, settings.max_tokens, **sampling), Counter())
+    messages, text = [*messages, assistant_message(tokenizer, response)], tokenizer.decode(response, skip_special_tokens=True)
+    return dict(id=row_id, prompt_ids=ids, response_ids=response, finish_reason=reason, messages=messages, text=text)
 
 
 def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool: Pool) -> Counter:
@@ -222,22 +171,29 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
         **sampling.model_dump(include=SAMPLING),
         "seed": config.seed if sampling.temperature else None,
     }
-    rollouts = Rollouts(output, settings)
     rows = [prompt.row_id(turn) for prompt in prompts for turn in range(len(prompt.turns))]
-    progress = Answers(len(rows), sum(row in rollouts.done for row in rows))
-    counts: Counter[str] = Counter()
-    with closing(rollouts):
-        for result in Answerer(config, tokenizer, answers, rollouts.done).run(prompts):
+    progress, counts = Progress(), Counter[str]()
+    with continued(output, settings) as (file, done):
+        already, answered, tokens = sum(row in done for row in rows), 0, 0
+
+        def line() -> str:
+            return f"rollout: {already + answered} of {len(rows)} answers, {tokens / progress.seconds():.0f} tok/s"
+
+        work = partial(converse, config, tokenizer, answers, dict(done))
+        for result in in_threads(work, prompts, config.rollout.concurrency):
             if isinstance(result, dict):
-                rollouts.append(result)
-                progress.add(result)
+                file.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+                file.flush()
+                done[result["id"]] = result
+                answered, tokens = answered + 1, tokens + len(result["response_ids"])
+                progress.tell(line(), answered / (len(rows) - already))
                 continue
             prompt, turn, error = result
             cause = getattr(error, "cause", "template")
             counts[cause] += len(prompt.turns) - turn
             print(f"rollout: {prompt.row_id(turn)}: {cause}: {error}", file=sys.stderr, flush=True)
-    progress.say(progress.line())
-    counts.update(rollouts.done[row]["finish_reason"] for row in rows if row in rollouts.done)
+    progress.say(line())
+    counts.update(done[row]["finish_reason"] for row in rows if row in done)
     return counts
 
 

@@ -99,18 +99,13 @@ class Chunk:
 def chunks(source: Source) -> Iterator[Chunk]:
     """All rows of a source. Raises DataError: not there, unreadable, of an unknown kind."""
     path = Path(source.path)
-    if path.is_file():
-        if path.suffix == ".parquet":
-            tables = _parquet(path)
-        elif path.name.endswith(LINES):
-            yield from _pack(source, _texts(path))
-            return
-        else:
+    if path.is_file() and path.suffix != ".parquet":
+        if not path.name.endswith(LINES):
             raise DataError(f"--data {path}: of no known kind (valid: {', '.join(LINES)}, .parquet, a folder or hub id of a data set)")
-    else:
-        tables = _data_set(source.path)
+        yield from _pack(source, _texts(path))
+        return
     first = 1
-    for table in tables:
+    for table in _parquet(path) if path.is_file() else _data_set(source.path):
         sink = io.BytesIO()
         with pa.ipc.new_stream(sink, table.schema) as stream:
             stream.write(table)

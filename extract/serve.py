@@ -12,19 +12,6 @@ import sys
 
 from configs.command import command
 from configs.load import parse
-from configs.schema import Config
-
-
-def serve(config: Config, node_rank: int, master_addr: str, master_port: int) -> int:
-    """The exit status. Engines are imported when they run: neither needs the other's packages, nor do vLLM's child processes,
-    which import this module again."""
-    if config.extract.engine == "vllm":
-        from extract.engine_vllm import run
-
-        return run(config, node_rank, master_addr, master_port)
-    from extract.server import run
-
-    return run(config)
 
 
 @command("extract.serve", ValueError)  # what transformers and vLLM raise about a verifier
@@ -36,7 +23,14 @@ def main(argv: list[str] | None = None) -> int:
     args, config = parse(parser, argv)
     if not 0 <= args.node_rank < config.extract.nodes:
         parser.error(f"--node-rank {args.node_rank}: extract.nodes is {config.extract.nodes}")
-    return serve(config, args.node_rank, args.master_addr, args.master_port)
+    # Imported when they run: neither engine needs the other's packages, nor do vLLM's child processes, which import this module again.
+    if config.extract.engine == "vllm":
+        from extract.engine_vllm import run
+
+        return run(config, args.node_rank, args.master_addr, args.master_port)
+    from extract.server import run
+
+    return run(config)
 
 
 if __name__ == "__main__":

@@ -17,14 +17,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from configs.schema import Config
-from extract.engine_transformers import Ask, Completion, TransformersEngine
+from extract.engine_transformers import Ask, TransformersEngine
 from extract.pool import ExtractionError
 from extract.protocol import read_body, refusal, register, registration
 from extract.render import load_tokenizer
 from store.objects import Gone, open_store
 from store.sample import discard
 
-REPORT_S = 10.0
+REPORT_S = 10
 
 
 class Extractor:
@@ -34,7 +34,7 @@ class Extractor:
         self.engine, self.tokenizer = engine, tokenizer
         self.draining = False
         self.taken = 0
-        self.refused: Counter[str] = Counter()
+        self.refused, self.reported = Counter[str](), Counter[str]()
 
     def app(self) -> Starlette:
         return Starlette(
@@ -46,18 +46,23 @@ class Extractor:
         )
 
     async def completions(self, request: Request) -> Response:
-        if self.draining:
-            return self._refuse("draining", "the extractor is draining")
         self.taken += 1
         try:
+            if self.draining:
+                raise ExtractionError("draining", "the extractor is draining")
             body = read_body(await request.body())
             if body.kv_transfer_params and body.kv_transfer_params.include_output_tokens:
                 raise ExtractionError("bad_request", "include_output_tokens: only vLLM makes states of what it generates")
-            ask = Ask(body.prompt, body.max_tokens, body.temperature, body.top_p, body.top_k, body.seed, body.sample)
+            ask = Ask(body)
             self.engine.submit(ask)
-            return self._answer(ask, await self._outcome(request, ask))
+            token_ids, reason = await self._outcome(request, ask)
+            text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+            choice = {"index": 0, "token_ids": token_ids, "text": text, "finish_reason": reason}
+            usage = {"prompt_tokens": len(body.prompt), "completion_tokens": len(token_ids)}
+            return JSONResponse({"choices": [choice], "usage": usage})
         except ExtractionError as error:
-            return self._refuse(error.cause, str(error))
+            self.refused[error.cause] += 1
+            return refusal(error)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         finally:
@@ -69,7 +74,7 @@ class Extractor:
     async def health(self, _request: Request) -> Response:
         return Response(status_code=200 if self.engine.alive() else 503)
 
-    async def _outcome(self, request: Request, ask: Ask) -> Completion:
+    async def _outcome(self, request: Request, ask: Ask) -> tuple[list[int], str]:
         """Wait for the engine. An asker that goes away meanwhile gets nothing, and nothing of it stays in the store."""
         answer = asyncio.wrap_future(ask.answer)
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # known, whether or not somebody still waits
@@ -81,21 +86,25 @@ class Extractor:
             return await answer
         ask.abandoned = True
         await asyncio.wait({answer})
-        if answer.exception() is None and ask.sample:
+        if answer.exception() is None and ask.body.sample:
             with suppress(Gone):  # nobody will fetch it: the store sweeps such
-                await asyncio.to_thread(discard, self.engine.store, ask.sample)
+                await asyncio.to_thread(discard, self.engine.store, ask.body.sample)
         raise ClientDisconnect
 
-    def _answer(self, ask: Ask, completion: Completion) -> Response:
-        text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        choice = {"index": 0, "token_ids": completion.token_ids, "text": text, "finish_reason": completion.finish_reason}
-        usage = {"prompt_tokens": len(ask.prompt), "completion_tokens": len(completion.token_ids)}
-        return JSONResponse({"choices": [choice], "usage": usage})
-
-    def _refuse(self, cause: str, message: str) -> Response:
-        self.refused[cause] += 1
-        status, body = refusal(cause, message)
-        return JSONResponse(body, status)
+    def report(self) -> None:
+        """Log what was done in the last REPORT_S seconds, if anything was."""
+        counts = self.engine.counts.copy()
+        if done := counts - self.reported:
+            logging.info(
+                "%d samples (%.0f tok/s), %d completions (%.0f tok/s), %d waiting, refused so far: %s",
+                done["samples"],
+                done["tokens_made"] / REPORT_S,
+                done["completions"],
+                done["tokens_generated"] / REPORT_S,
+                self.engine.waiting(),
+                dict(self.refused) or "none",
+            )
+        self.reported = counts
 
 
 class Server(uvicorn.Server):
@@ -112,7 +121,6 @@ class Server(uvicorn.Server):
         self.registration = registration(config.run_dir)
         self.deadline = float("inf")  # of draining
         self.unfinished = 0
-        self.report = _report(extractor)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -126,7 +134,8 @@ class Server(uvicorn.Server):
         self.deadline = time.monotonic() + self.drain_s
 
     async def on_tick(self, counter: int) -> bool:
-        self.report()
+        if counter % (10 * REPORT_S) == 0:  # ten ticks a second
+            self.extractor.report()
         engine = self.extractor.engine
         if self.extractor.draining:
             self.registration.unlink(missing_ok=True)
@@ -136,31 +145,6 @@ class Server(uvicorn.Server):
         if not engine.alive() or (self.extractor.draining and not self.extractor.taken):
             self.should_exit = True
         return await super().on_tick(counter)
-
-
-def _report(extractor: Extractor):
-    """A function that logs what was done in the last REPORT_S seconds, if anything was."""
-    before, since = Counter(), time.monotonic()
-
-    def report() -> None:
-        nonlocal before, since
-        now, counts = time.monotonic(), extractor.engine.counts
-        if now - since < REPORT_S:
-            return
-        done, seconds = counts - before, now - since
-        if done:
-            logging.info(
-                "%d samples (%.0f tok/s), %d completions (%.0f tok/s), %d waiting, refused so far: %s",
-                done["samples"],
-                done["tokens_made"] / seconds,
-                done["completions"],
-                done["tokens_generated"] / seconds,
-                extractor.engine.waiting(),
-                dict(extractor.refused) or "none",
-            )
-        before, since = counts.copy(), now
-
-    return report
 
 
 def run(config: Config) -> int:

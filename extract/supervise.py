@@ -40,7 +40,7 @@ class Rendered:
 
 
 class Supervisor:
-    """Turns conversations into token ids and loss masks by one verifier's tokenizer and template.
+    """Turns conversations into token ids and loss masks by one verifier's tokenizer and template: `render`, `encode`, `supervise`.
 
     stop_ids: tokens that end the verifier's turn; turns: supervise "all" of the assistant's turns or the "last".
     """
@@ -56,14 +56,6 @@ class Supervisor:
         self._reasons = "reasoning_content" in template and not re.search(r"""split\(\\?['"]</think>""", template)
         self._header = "" if self._asks else self._added_header()
         self._tails: dict[str, list[int]] = {}  # ids of what stands right before a turn: few texts, asked for often
-
-    def tokenise(self, conversation: Conversation, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """ids int32 [T] of the rendered conversation and mask uint8 [T], 1 where the verifier would generate the token.
-
-        Turns that begin after `length` tokens are not looked at. Raises Dropped. Many conversations go faster step by step.
-        """
-        rendered = self.render(conversation)
-        return self.supervise(rendered, self.encode([rendered.text])[0], length)
 
     def render(self, conversation: Conversation) -> Rendered:
         """The conversation as the template shows it. Raises Dropped."""
@@ -94,7 +86,10 @@ class Supervisor:
         return self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def supervise(self, rendered: Rendered, encoding: Encoding | None, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `tokenise`, from the two steps before."""
+        """ids int32 [T] of the rendered conversation and mask uint8 [T], 1 where the verifier would generate the token.
+
+        Turns that begin after `length` tokens are not looked at. Raises Dropped.
+        """
         text, limit = rendered.text, len(rendered.text)
         if encoding and len(encoding) > length:
             limit = encoding.token_to_chars(length)[0]

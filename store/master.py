@@ -103,17 +103,24 @@ def command(settings: Mooncake, rpc: int, http: int) -> list[str]:
 
 
 def watch(master: subprocess.Popen, client, url: str, settings: Mooncake) -> None:
-    """Until a stop signal. Raises MasterError where the master ends, or answers nothing for STUCK deadlines."""
-    orphans = Orphans(client, settings.orphan_s)
-    answered = reported = time.monotonic()
+    """Until a stop signal, remove orphans: objects whose consumer has died, or whose put outlived its asker.
+
+    Raises MasterError where the master ends, or answers nothing for STUCK deadlines.
+    """
+    since: dict[str, float] = {}  # when each object was seen first, by this process's clock
+    swept, answered, reported = 0, time.monotonic(), time.monotonic()
     while signal.sigtimedwait(STOP, LOOK_S) is None:
         if (status := master.poll()) is not None:
             raise MasterError(f"mooncake_master ended with status {status}")
         try:
-            orphans.sweep(ask(f"{url}/get_all_keys", settings.deadline_s).split("\n"), time.monotonic())
+            keys, now = ask(f"{url}/get_all_keys", settings.deadline_s).split("\n"), time.monotonic()
+            since = {key: since.get(key, now) for key in keys if key}
+            if orphans := [key for key, seen in since.items() if now - seen > settings.orphan_s]:
+                # Where the consumer was only slow its read fails, or its checksum does, and it asks again.
+                swept += client.batch_remove(orphans, True).count(0)
             if time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
-                report(metrics(url, settings.deadline_s), orphans.swept)
+                report(metrics(url, settings.deadline_s), swept)
         except Gone as error:
             if (silent := time.monotonic() - answered) > STUCK * settings.deadline_s:
                 raise MasterError(f"mooncake_master has not answered for {silent:.0f} s ({error})") from None
@@ -135,22 +142,6 @@ def report(values: dict[str, float], swept: int) -> None:
     )
     if evicted := values["master_evicted_key_count"]:
         raise MasterError(f"{evicted:.0f} objects were evicted, which must never happen: states are being lost")
-
-
-class Orphans:
-    """Objects that nobody removed in time: their consumer has died, or their put outlived its asker. By this process's clock."""
-
-    def __init__(self, client, age_s: float):
-        self.client, self.age_s = client, age_s
-        self.seen: dict[str, float] = {}
-        self.swept = 0
-
-    def sweep(self, keys: list[str], now: float) -> None:
-        self.seen = {key: self.seen.get(key, now) for key in keys if key}
-        old = [key for key, since in self.seen.items() if now - since > self.age_s]
-        # Where the consumer was only slow its read fails, or its checksum does, and it asks again.
-        codes = self.client.batch_remove(old, True) if old else []
-        self.swept += codes.count(0)
 
 
 def _ports(host: str, file: Path) -> list[int]:

@@ -14,12 +14,3 @@ def record_bytes(codec: str, planes: int, width: int, itemsize: int) -> int:
     """Bytes of one token's states [planes, width], of `itemsize` bytes a number, as `codec` writes them."""
     count = quantised(codec, planes)
     return count * (SCALE + width) + (planes - count) * width * itemsize
-
-
-def width_of(codec: str, planes: int, record: int, itemsize: int) -> int:
-    """The hidden size that a record of so many bytes has. ValueError: none has."""
-    count = quantised(codec, planes)
-    width, rest = divmod(record - count * SCALE, count + (planes - count) * itemsize)
-    if rest or width < 1:
-        raise ValueError(f"{record} bytes a token are no {planes} planes of {itemsize}-byte numbers by codec {codec}")
-    return width

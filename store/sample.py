@@ -19,7 +19,6 @@ from torch import Tensor
 from store import codec
 from store.contract import StateContract, require_same
 from store.objects import Gone, ObjectStore, Torn
-from store.record import width_of
 
 PIECE = 32 << 20  # bytes
 INFINITY = {  # its bits, and the integers to read them as
@@ -49,7 +48,6 @@ class Manifest(BaseModel):
     name: str
     contract: StateContract
     token_ids: list[int]
-    rows_shape: tuple[int, int]  # (m+1, H) of one token
     slices: list[Slice]
 
 
@@ -83,10 +81,7 @@ def publish(store: ObjectStore, name: str, contract: StateContract, token_ids: l
         raise ValueError(f"{name}: {problem}")
     if other := {piece.codec for piece in slices} - {contract.codec}:
         raise ValueError(f"{name}: slices by codec {other.pop()}, the contract says {contract.codec}")
-    planes, dtype = len(contract.taps) + 1, getattr(torch, contract.dtype)
-    width = width_of(contract.codec, planes, slices[0].bytes // (slices[0].stop - slices[0].start), dtype.itemsize)
-    manifest = Manifest(name=name, contract=contract, token_ids=token_ids, rows_shape=(planes, width), slices=slices)
-    text = manifest.model_dump_json().encode()
+    text = Manifest(name=name, contract=contract, token_ids=token_ids, slices=slices).model_dump_json().encode()
     store.replace(f"{name}/manifest", b"%016x\n%s" % (checksum(text), text))
 
 
@@ -96,24 +91,20 @@ def put_sample(store: ObjectStore, name: str, contract: StateContract, token_ids
     In pieces, so that one is examined while another is under way: here, and where it is fetched.
     """
     tokens = max(1, PIECE * len(states) // max(1, states.nbytes), -(-len(states) // MAX_PARTS))
-    slices, ours = [], []
+    slices, puts, ours = [], [], []
 
     def put(piece: Slice, data: memoryview) -> None:
         store.put(piece.object, data)
         ours.append(piece.object)
 
     try:
-        with ThreadPoolExecutor(1, "put") as other:
-            puts = []
+        with ThreadPoolExecutor(1, "put") as putter:
             for part, rows in enumerate(states.split(tokens)):
                 piece, data = _encode(name, part, rows, part * tokens, contract.codec)
                 slices.append(piece)
-                if piece.stop < len(states):
-                    puts.append(other.submit(put, piece, data))
-                else:
-                    put(piece, data)
-            for waiting in puts:
-                waiting.result()
+                puts.append(putter.submit(put, piece, data))  # while the next one is examined
+        for waiting in puts:
+            waiting.result()
         ours.insert(0, f"{name}/manifest")  # before, the name might have been taken: whoever has it keeps its manifest
         publish(store, name, contract, token_ids, slices)
     except Exception:
@@ -125,32 +116,27 @@ def put_sample(store: ObjectStore, name: str, contract: StateContract, token_ids
 def fetch(store: ObjectStore, name: str, contract: StateContract, token_ids: list[int], out: Tensor) -> Manifest:
     """Read a sample into `out` [T, m+1, H], which may be a view of a packed batch, and prove that it is what was asked for.
 
-    Raises Lost, Gone; ContractMismatch with the fields that differ; Torn with cause `torn` (manifest), `tokens`, `shape`,
-    `size`, `checksum` or `non_finite`. After any of them `out` holds rubbish. ValueError: `out` itself is unfit.
+    Raises Lost, Gone; ContractMismatch with the fields that differ; Torn with cause `torn` (manifest), `tokens`, `size`,
+    `checksum` or `non_finite`. After any of them `out` holds rubbish. ValueError: `out` itself is unfit.
     """
     states_view(contract, token_ids, out)  # refuses what is unfit
     manifest = _read_manifest(store, name)
     require_same(contract, manifest.contract, f"states of {name}")
     if manifest.name != name or manifest.token_ids != list(token_ids):
         raise Torn(f"{name}: states of other tokens", cause="tokens")
-    if manifest.rows_shape != out.shape[1:]:
-        raise Torn(f"{name}: a token's states are {list(manifest.rows_shape)}, not {list(out.shape[1:])}", cause="shape")
     if problem := _gap(manifest.slices, len(token_ids)):
         raise Torn(f"{name}: {problem}")
+    proofs = []
     with ThreadPoolExecutor(1, "prove") as prover:
-        proofs = []
         for piece in manifest.slices:
             rows = out[piece.start : piece.stop]
             data = bytes_of(codec.landing(contract.codec, rows))
             if piece.bytes != data.nbytes:
                 raise Torn(f"{piece.object}: {piece.bytes} bytes, tokens {piece.start}..{piece.stop} take {data.nbytes}", cause="size")
             store.read_into(piece.object, data)
-            if piece is manifest.slices[-1]:
-                _prove(piece, data, rows)
-            else:
-                proofs.append(prover.submit(_prove, piece, data, rows))  # while the next one is read
-        for proof in proofs:
-            proof.result()
+            proofs.append(prover.submit(_prove, piece, data, rows))  # while the next one is read
+    for proof in proofs:
+        proof.result()
     return manifest
 
 

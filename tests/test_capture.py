@@ -12,7 +12,7 @@ from tiny import write_recipe
 from configs.load import load
 from configs.schema import Config
 from extract import capture
-from extract.captured import RECORD, Captured
+from extract.capture import RECORD, Captured
 from extract.hf import HFVerifier
 from extract.obtain import NoStates
 from extract.pool import ExtractionError

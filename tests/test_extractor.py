@@ -23,7 +23,7 @@ from extract.engine_transformers import Ask, TransformersEngine
 from extract.hf import HFVerifier
 from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
-from extract.protocol import register
+from extract.protocol import Body, register
 from extract.serve import main as serve
 from extract.server import Extractor
 from store.objects import open_store
@@ -116,10 +116,10 @@ def test_what_nobody_waits_for_any_more_is_no_noise(caplog):
 def test_the_cache_of_rows_has_a_bound(tiny_verifier, tmp_path, kv_bytes, rows):
     config = load(write_recipe(tmp_path, tiny_verifier("llama")), [f"extract.kv_bytes={kv_bytes}"])
     engine = TransformersEngine(config, open_store(config.store))
-    asks = [Ask(tokens(5, seed), 4) for seed in range(5)]
+    asks = [Ask(Body(prompt=tokens(5, seed), max_tokens=4, temperature=0)) for seed in range(5)]
     for ask in asks:
         engine.submit(ask)
-    answers = [ask.answer.result(60).token_ids for ask in asks]
+    answers = [ask.answer.result(60)[0] for ask in asks]
     cached = [tensor for tensor in engine._slots._tensors()]
     assert {len(tensor) for tensor in cached} == {rows} and len(set(map(tuple, answers))) > 1
     assert sum(tensor.nbytes for tensor in cached) <= max(kv_bytes, 401 * engine.verifier.token_bytes())

@@ -24,7 +24,7 @@ from slurm_cluster import SLURMD, Cluster, missing
 from tiny import ROOT, VLLM, write_recipe
 
 from configs.load import load
-from extract.captured import RECORD, Captured
+from extract.capture import RECORD, Captured
 from extract.prepare_data import main as prepare_data
 from slurm.sizes import Facts
 from store.cache import DurableCache

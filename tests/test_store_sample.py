@@ -44,7 +44,7 @@ def test_states_land_in_a_view_of_the_packed_batch(store):
     ship(store, made)
     manifest = fetch(store, NAME, contract(), TOKENS, batch[2:8])
     assert torch.equal(batch[2:8], made) and (batch[:2] == 9).all() and (batch[8:] == 9).all()
-    assert manifest.rows_shape == (3, 4) and manifest.token_ids == TOKENS and len(manifest.slices) == 3
+    assert manifest.token_ids == TOKENS and len(manifest.slices) == 3
     discard(store, NAME, manifest)
     assert store.usage().keys == 0
 
@@ -166,7 +166,7 @@ def test_other_width(store):
     ship(store, states())
     with pytest.raises(Torn) as caught:
         fetch(store, NAME, contract(), TOKENS, torch.empty(6, 3, 5, dtype=torch.bfloat16))
-    assert caught.value.cause == "shape"
+    assert caught.value.cause == "size"
 
 
 @pytest.mark.parametrize("bad", ["cut", "flipped", "gap", "overlap", "bytes"])

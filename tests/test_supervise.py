@@ -58,9 +58,14 @@ def runs(mask: np.ndarray) -> list[slice]:
     return [slice(*pair) for pair in edges.reshape(-1, 2)]
 
 
+def tokenise(supervisor: Supervisor, messages: list[dict], tools=None, length: int = 10**6) -> tuple[np.ndarray, np.ndarray]:
+    rendered = supervisor.render(Conversation(messages, tools))
+    return supervisor.supervise(rendered, supervisor.encode([rendered.text])[0], length)
+
+
 def supervised(supervisor: Supervisor, messages: list[dict], tools=None) -> list[str]:
     """The text of each run of supervised tokens; the ids are those of the whole rendering."""
-    ids, mask = supervisor.tokenise(Conversation(messages, tools), 10**6)
+    ids, mask = tokenise(supervisor, messages, tools)
     assert ids.shape == mask.shape and ids.dtype == np.int32 and mask.dtype == np.uint8
     try:
         text = supervisor.tokenizer.apply_chat_template(messages, tools, tokenize=False)
@@ -179,7 +184,7 @@ def test_a_prompt_that_opens_the_think_block(supervisor_of):
 
 def test_reasoning_in_the_content_goes_where_the_template_looks(supervisors):
     messages = [QUESTION, answer(f"<think>{THOUGHT}</think>Because")]
-    ids, mask = supervisors["kimi"].tokenise(Conversation(messages), 1000)
+    ids, mask = tokenise(supervisors["kimi"], messages)
     text = supervisors["kimi"].tokenizer.decode(ids)
     assert text.endswith(f"<|im_middle|><think>{THOUGHT}</think>Because<|im_end|>")
     assert supervisors["kimi"].tokenizer.decode(ids[mask == 1]) == f"<think>{THOUGHT}</think>Because<|im_end|>"
@@ -274,11 +279,11 @@ def test_a_tokenizer_that_knows_no_characters(supervisors):
         fast, messages = supervisors[family], [QUESTION, answer("Because"), QUESTION, answer("Because")]
         slow = Supervisor(Slow(fast.tokenizer), frozenset(fast.tokenizer.convert_tokens_to_ids([expected.removeprefix("Because")])))
         assert supervised(slow, messages) == [expected, expected]
-        for ours, theirs in zip(slow.tokenise(Conversation(messages), 99), fast.tokenise(Conversation(messages), 99)):
+        for ours, theirs in zip(tokenise(slow, messages), tokenise(fast, messages)):
             assert ours.tolist() == theirs.tolist()
     with pytest.raises(Dropped, match="unproven"):
         slow = Supervisor(Slow(supervisors["chatml"].tokenizer), frozenset([1]))
-        slow.tokenise(Conversation([QUESTION, answer("\n\n\n    \nOne")]), 99)
+        tokenise(slow, [QUESTION, answer("\n\n\n    \nOne")])
 
 
 def test_work_on_a_long_conversation_ends_with_the_length(supervisors, monkeypatch):
@@ -289,7 +294,7 @@ def test_work_on_a_long_conversation_ends_with_the_length(supervisors, monkeypat
         return render(tokenizer, messages, *args, **kwargs)
 
     monkeypatch.setattr("extract.supervise.render", counted)
-    ids, mask = supervisor.tokenise(Conversation([QUESTION, answer("Because")] * 3000), 100)
+    ids, mask = tokenise(supervisor, [QUESTION, answer("Because")] * 3000, length=100)
     assert len(ids) > 30_000 and len(lengths) < 40 and sum(lengths) < 7000
     assert "Because" in supervisor.tokenizer.decode(ids[:100][mask[:100] == 1])
 

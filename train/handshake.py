@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import Config
-from extract.captured import Captured
+from extract.capture import Captured
 from extract.obtain import StateSource
 from store.contract import ContractMismatch, StateContract
 from store.verifier import fingerprint

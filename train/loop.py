@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from configs.schema import Config
-from extract.captured import RECORD, Captured
+from extract.capture import RECORD, Captured
 from extract.obtain import NoStates, StateSource
 from extract.pool import ExtractionError, Pool
 from store.contract import Contract, ContractMismatch, DataContract, StateContract, require_same
