@@ -140,7 +140,7 @@ def print_rows(config: Config, sources: list[Source], number: int) -> None:
                 console.print(f"{title}: dropped, {made}", style="yellow", markup=False)
                 continue
             show(console, title, [maker.tokenizer.decode([token]) for token in made.ids], made.mask)
-            if (number := number - 1) <= 0:
+            if not (number := number - 1):
                 return
 
 
@@ -153,10 +153,12 @@ def main(argv: list[str] | None = None) -> int | None:
     parser.add_argument("--overwrite", action="store_true", help="remove what this tool wrote to DIR before")
     parser.add_argument("--show", type=int, metavar="N", help="print N rows, supervised tokens in colour, and write nothing")
     args, config = parse(parser, argv)
+    if args.show is not None and args.show < 1:
+        parser.error(f"--show {args.show}: rows to print, from 1")
     output = args.output or config.data.path
     try:
         sources = [Source.parse(text) for text in args.data]
-        if args.show is not None:
+        if args.show:
             print_rows(config, sources, args.show)
         else:
             print(f"{output}: {prepare(config, sources, output, args.shard, args.overwrite)}")

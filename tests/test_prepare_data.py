@@ -277,6 +277,9 @@ def test_show(tmp_path, recipe, capsys):
     assert (
         "a.jsonl:1: dropped, no_conversation" in shown and "word31" in shown and "word62" not in shown and not (tmp_path / "data").exists()
     )
+    with pytest.raises(SystemExit):
+        main([recipe, "--data", str(data), "--show", "0"])
+    assert "--show 0: rows to print, from 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
