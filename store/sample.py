@@ -20,7 +20,7 @@ from store import codec
 from store.contract import StateContract, require_same
 from store.objects import Gone, ObjectStore, Torn
 
-PIECE = 32 << 20  # bytes
+PIECE = 64 << 20  # bytes
 INFINITY = {  # its bits, and the integers to read them as
     torch.float32: (0x7F800000, np.int32, np.uint32),
     torch.bfloat16: (0x7F80, np.int16, np.uint16),
@@ -102,7 +102,9 @@ def put_sample(store: ObjectStore, name: str, contract: StateContract, token_ids
             for part, rows in enumerate(states.split(tokens)):
                 piece, data = _encode(name, part, rows, part * tokens, contract.codec)
                 slices.append(piece)
-                puts.append(putter.submit(put, piece, data))  # while the next one is examined
+                if piece.stop < len(states):
+                    puts.append(putter.submit(put, piece, data))  # while the next one is examined
+            put(piece, data)
         for waiting in puts:
             waiting.result()
         ours.insert(0, f"{name}/manifest")  # before, the name might have been taken: whoever has it keeps its manifest
@@ -134,7 +136,9 @@ def fetch(store: ObjectStore, name: str, contract: StateContract, token_ids: lis
             if piece.bytes != data.nbytes:
                 raise Torn(f"{piece.object}: {piece.bytes} bytes, tokens {piece.start}..{piece.stop} take {data.nbytes}", cause="size")
             store.read_into(piece.object, data)
-            proofs.append(prover.submit(_prove, piece, data, rows))  # while the next one is read
+            if piece.stop < len(token_ids):
+                proofs.append(prover.submit(_prove, piece, data, rows))  # while the next one is read
+        _prove(piece, data, rows)
     for proof in proofs:
         proof.result()
     return manifest
