@@ -14,7 +14,7 @@ from store import sample
 from store.contract import ContractMismatch, StateContract
 from store.local import LocalStore
 from store.objects import Full, Lost, Torn
-from store.sample import MAX_PARTS, all_finite, bytes_of, checksum, discard, examine, fetch, publish, put_slice
+from store.sample import MAX_PARTS, all_finite, bytes_of, checksum, discard, examine, fetch, publish, put_sample, put_slice
 
 NAME = "run/0/7/0"
 TOKENS = [5, 6, 7, 8, 9, 10]
@@ -61,6 +61,24 @@ def test_any_cut_into_slices_is_the_same_sample(tmp_path_factory, data, dtype):
     publish(store, NAME, ours, list(range(tokens)), data.draw(st.permutations(slices)))
     fetch(store, NAME, ours, list(range(tokens)), out)
     assert torch.equal(out, made)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 6, 100])
+def test_a_sample_goes_in_pieces_and_leaves_none_where_it_fails(store, tmp_path, monkeypatch, rows):
+    made, out = states(), states(seed=1)
+    size = made[0].nbytes
+    monkeypatch.setattr(sample, "PIECE", rows * size)
+    put_sample(store, NAME, contract(), TOKENS, made)
+    manifest = fetch(store, NAME, contract(), TOKENS, out)
+    assert torch.equal(out, made) and [piece.bytes for piece in manifest.slices[:-1]] == [rows * size] * ((len(made) - 1) // rows)
+    discard(store, NAME, manifest)
+    made[-1] = float("nan")
+    with pytest.raises(Torn, match="not finite"):
+        put_sample(store, NAME, contract(), TOKENS, made)
+    small = LocalStore(tmp_path / "small", made.nbytes - 1)
+    with pytest.raises(Full):
+        put_sample(small, NAME, contract(), TOKENS, states())
+    assert store.usage().keys == small.usage().keys == 0
 
 
 def test_invisible_until_published_and_discarded_whole(store):
