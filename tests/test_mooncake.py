@@ -283,13 +283,13 @@ def test_producer_killed_in_the_middle_of_a_put(lab, store, long_lived):
 
 def test_orphans_are_swept(store, long_lived):
     long_lived.do("ship", "orphan/0/1/0", 300, "raw")
-    store.put("orphan/half/0", block(1000))
+    assert long_lived.do("put", "orphan/half/0", 1000, 1) == "None"
     assert store.usage().keys == 5
     wait_for(lambda: empty(store.usage()), ORPHAN_S + 5 + SLACK_S)
 
 
 def test_stopped_master(lab, store, long_lived):
-    store.put("m", block(1000))
+    assert long_lived.do("put", "m", 1000, 1) == "None"
     for call, *arguments in ((store.put, "n", block(10)), (store.remove, ["n"])):
         stop(lab.master_pid())
         try:
