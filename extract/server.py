@@ -24,7 +24,7 @@ from extract.render import load_tokenizer
 from store.objects import Gone, open_store
 from store.sample import discard
 
-REPORT_S = 10
+REPORT_S = 10.0
 
 
 class Extractor:
@@ -34,7 +34,8 @@ class Extractor:
         self.engine, self.tokenizer = engine, tokenizer
         self.draining = False
         self.taken = 0
-        self.refused, self.reported = Counter[str](), Counter[str]()
+        self.refused: Counter[str] = Counter()
+        self.reported, self.reported_at = Counter[str](), time.monotonic()
 
     def app(self) -> Starlette:
         return Starlette(
@@ -92,19 +93,21 @@ class Extractor:
         raise ClientDisconnect
 
     def report(self) -> None:
-        """Log what was done in the last REPORT_S seconds, if anything was."""
-        counts = self.engine.counts.copy()
+        """Log what was done since the last report, if anything was; every REPORT_S seconds."""
+        counts, now = self.engine.counts.copy(), time.monotonic()
+        if (seconds := now - self.reported_at) < REPORT_S:
+            return
         if done := counts - self.reported:
             logging.info(
                 "%d samples (%.0f tok/s), %d completions (%.0f tok/s), %d waiting, refused so far: %s",
                 done["samples"],
-                done["tokens_made"] / REPORT_S,
+                done["tokens_made"] / seconds,
                 done["completions"],
-                done["tokens_generated"] / REPORT_S,
+                done["tokens_generated"] / seconds,
                 self.engine.waiting(),
                 dict(self.refused) or "none",
             )
-        self.reported = counts
+        self.reported, self.reported_at = counts, now
 
 
 class Server(uvicorn.Server):
@@ -134,8 +137,7 @@ class Server(uvicorn.Server):
         self.deadline = time.monotonic() + self.drain_s
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % (10 * REPORT_S) == 0:  # ten ticks a second
-            self.extractor.report()
+        self.extractor.report()
         engine = self.extractor.engine
         if self.extractor.draining:
             self.registration.unlink(missing_ok=True)
