@@ -47,12 +47,12 @@ def data(tiny_verifier, tmp_path_factory):
     return folder
 
 
-def recipe(folder: Path, verifier: Path, name: str = "run", **train) -> Config:
+def recipe(folder: Path, verifier: Path, name: str = "run", loss: dict | None = None, **train) -> Config:
     overrides = {
         "run_dir": str(folder / name),
         "store": {"path": str(folder / "store"), "bytes": 4_000_000, "keep": True, "cache_path": str(folder / "cache")},
         "pool": {"in_flight": 1},
-        "loss": {"chunk_bytes": 200_000},
+        "loss": {"chunk_bytes": 200_000} | (loss or {}),
         "train": {**TRAIN, **train},
         "evaluate": {"rule": "standard"},  # of validation and of walks: every probability counts
     }
@@ -140,10 +140,8 @@ def assert_same_run(ours: Config, theirs: Config) -> None:
     for step, line in curve(ours).items():
         assert line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-5)
         assert (line["slots"], line["samples"]) == (expected[step]["slots"], expected[step]["samples"])
-    found = weights(ours)
     for name, tensor in weights(theirs).items():
-        far = ~torch.isclose(found[name], tensor, rtol=1e-3, atol=3e-5)  # Muon makes rounding hundreds of times larger
-        assert far.float().mean() < 0.005, name  # and AdamW makes a whole step of a gradient that is nothing but rounding
+        torch.testing.assert_close(weights(ours)[name], tensor, rtol=1e-3, atol=1e-5)
     held_out, expected = curve(ours, "validation.jsonl"), curve(theirs, "validation.jsonl")
     assert held_out.keys() == expected.keys()
     for step, record in held_out.items():
@@ -153,11 +151,17 @@ def assert_same_run(ours: Config, theirs: Config) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("parallel", "ranks", "anchors"), [("ddp", 2, "walk"), ("fsdp", 2, "uniform"), ("fsdp", 3, "walk")])
-def test_many_ranks_equal_one_and_another_number_goes_on(data, tiny_verifier, monkeypatch, parallel, ranks, anchors):
-    """Steps of 3 and 2 samples, one a micro-step: some ranks have less to do than others, or nothing. Validation is shared out, too."""
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "anchors", "term"), [("ddp", 2, "walk", "ce"), ("fsdp", 2, "uniform", "l1"), ("fsdp", 3, "walk", "ce")]
+)
+def test_many_ranks_equal_one_and_another_number_goes_on(data, tiny_verifier, monkeypatch, parallel, ranks, anchors, term):
+    """Steps of 3 and 2 samples, one a micro-step: some ranks have less to do than others, or nothing. Validation is shared out, too.
+
+    On walks the loss is smooth: l1 has a kink at p = q, where rounding turns the gradient of a token around.
+    """
     names = f"alone_{parallel}{ranks}", f"{parallel}{ranks}"
     keys = {"parallel": parallel, "anchors": anchors, "global_batch": 3, "micro_tokens": 1, "validate_every": 3}
+    keys["loss"] = {"terms": {term: 1.0}}
     alone, many = (recipe(data, tiny_verifier("llama"), name, **keys) for name in names)
     run(alone, monkeypatch)
     run_ranks(data, many, ranks)
