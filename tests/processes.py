@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -43,12 +42,8 @@ class Tree:
         return found
 
     def pid(self, end: str, wrapper: bool = False) -> int:
-        """The process whose command line ends like this, or a wrapper of that; waits until there is one."""
-        return wait_for(
-            lambda: [
-                pid for pid, line in self.alive().items() if line.endswith(end) and bool(re.search("slurm.role|then_look", line)) == wrapper
-            ]
-        )[0]
+        """The process whose command line ends like this, or the wrapper of that; waits until there is one."""
+        return wait_for(lambda: [pid for pid, line in self.alive().items() if line.endswith(end) and ("slurm.role" in line) == wrapper])[0]
 
     def assert_gone(self, seconds: float = 5) -> None:
         """Nothing of this test runs any more, or will in a moment; kills what does, so that one failure stays one."""

@@ -95,7 +95,8 @@ class Drill:
 
     def pid(self, role: str) -> int:
         if role == "rank":
-            return self.tree.pid(f"-m train {self.path}")
+            train = f"{sys.executable} -m train {self.path}"  # whole: `then_look` around it ends alike
+            return wait_for(lambda: [pid for pid, line in self.tree.alive().items() if line == train])[0]
         file = self.config.store.path / REGISTRATION if role == "master" else self.config.run_dir / "extractors" / f"{role}.json"
         return wait_for(lambda: file.exists() and json.loads(file.read_text())["pid"], 300)
 
