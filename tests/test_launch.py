@@ -262,3 +262,9 @@ def test_one_launch_a_run_folder(tmp_path):
         pass
     with exclusive(tmp_path / "run"):
         pass
+
+
+def test_run_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=str(tmp_path / "file" / "run")), exclusive(tmp_path / "file" / "run"):
+        pass
