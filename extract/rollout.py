@@ -5,7 +5,8 @@
 A prompt is a line {"id", "turns": [user's texts]}, whose turns are answered in order, or {"id", "messages": [...]}, whose last
 message is, after the others as given. A row is one answered turn: {"id", "prompt_ids", "response_ids", "finish_reason",
 "messages", "text"}, with the id "ID/2" for the second turn and so on. Token ids are the truth: a later turn's prompt is the
-earlier one's, the answer's own ids, and the template's text between. An interrupted run goes on where it was.
+earlier one's, the answer's own ids, and the template's text between. Rows are written as answers end and lie as their prompts do
+once all have: what is trained on them does not depend on timing. An interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from extract.command import Progress, in_threads
 from extract.obtain import StateSource, persist
 from extract.pool import ExtractionError, Pool
 from extract.render import RenderError, assistant_message, between_ids, load_tokenizer, prompt_ids, template_hash, tokenizer_hash
-from store.files import try_lock, write
+from store.files import appearing, try_lock, write
 
 SAMPLING = {"temperature", "top_p", "top_k"}  # keys of `rollout` that go with each request, beside a seed
 
@@ -89,7 +90,7 @@ def continued(path: Path, settings: dict) -> Iterator[tuple[IO[bytes], dict[str,
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
-        if not try_lock(file):
+        if not try_lock(file) or not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # or it has just put its rows in order
             raise RolloutError(f"{path}: is being written by another process; give another --output")
         _agree(path, settings)
         yield file, _read(path)
@@ -116,6 +117,19 @@ def _read(path: Path) -> dict[str, dict]:
         return {row["id"]: row for row in map(json.loads, data[:whole].splitlines())}
     except (ValueError, TypeError, KeyError):
         raise RolloutError(f"{path}: has a line that is no rollout; give another --output") from None
+
+
+def _put_in_order(path: Path, rows: list[str], done: dict[str, dict]) -> None:
+    """The file anew, its rows in the order of `rows`; before them those of prompts that were not asked for this time."""
+    asked = set(rows)
+    order = [row for row in done if row not in asked] + [row for row in rows if row in done]
+    if order != list(done):
+        with appearing(path) as partial, partial.open("wb") as file:
+            file.writelines(_line(done[row]) for row in order)
+
+
+def _line(row: dict) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
 def converse(
@@ -182,7 +196,7 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
         work = partial(converse, config, tokenizer, answers, dict(done))
         for result in in_threads(work, prompts, config.rollout.concurrency):
             if isinstance(result, dict):
-                file.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
+                file.write(_line(result))
                 file.flush()
                 done[result["id"]] = result
                 answered, tokens = answered + 1, tokens + len(result["response_ids"])
@@ -192,6 +206,7 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
             cause = getattr(error, "cause", "template")
             counts[cause] += len(prompt.turns) - turn
             print(f"rollout: {prompt.row_id(turn)}: {cause}: {error}", file=sys.stderr, flush=True)
+        _put_in_order(output, rows, done)
     progress.say(line())
     counts.update(done[row]["finish_reason"] for row in rows if row in done)
     return counts

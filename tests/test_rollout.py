@@ -111,21 +111,33 @@ def test_reasoning_is_kept_apart(tmp_path, special):
     assert "reasoning_content" not in assistant_message(tokenizer, tokenizer.encode("It is four.", add_special_tokens=False))
 
 
-@pytest.mark.parametrize("kept", ["half a line", "one turn", "nothing"])
-def test_resuming_gives_the_same_rows(tmp_path, config, tokenizer, kept):
+@pytest.mark.parametrize("kept", ["half of it", "three rows backwards", "all backwards", "nothing"])
+def test_resuming_gives_the_same_file(tmp_path, config, tokenizer, kept):
+    """Byte for byte, whatever was there and in whichever order it was answered."""
     rows = [{"id": f"p{index}", "turns": [f"Question {index}\u2028here?", "Why?"]} for index in range(6)]
     prompts, output = read_prompts([prompts_file(tmp_path, *rows)]), tmp_path / "out.jsonl"
     rollout(config, prompts, output, tokenizer, FakePool(tokenizer))
-    whole = {row["id"]: row for row in lines(output)}
-    assert len(whole) == 12
+    assert [row["id"] for row in lines(output)] == [prompt.row_id(turn) for prompt in prompts for turn in range(2)]
     data = output.read_bytes()
-    first_of_three = b"".join(line + b"\n" for line in data.splitlines() if json.loads(line)["id"] in ("p0", "p1", "p2"))
-    output.write_bytes({"half a line": data[: len(data) // 2], "one turn": first_of_three, "nothing": b""}[kept])
-    there = output.read_bytes().count(b"\n")
+    backwards = [line + b"\n" for line in data.split(b"\n")[-2::-1]]
+    there = {
+        "half of it": data[: len(data) // 2],
+        "three rows backwards": b"".join(backwards[:3]),
+        "all backwards": b"".join(backwards),
+        "nothing": b"",
+    }[kept]
+    output.write_bytes(there)
     pool = FakePool(tokenizer)
     rollout(config, prompts, output, tokenizer, pool)
-    assert {row["id"]: row for row in lines(output)} == whole
-    assert len(lines(output)) == 12 and len(pool.asked) == 12 - there
+    assert output.read_bytes() == data and len(pool.asked) == 12 - there.count(b"\n")
+
+
+def test_rows_of_prompts_that_are_not_asked_for_are_kept(tmp_path, config, tokenizer):
+    prompts = read_prompts([prompts_file(tmp_path, *({"id": f"p{index}", "turns": ["Hi"]} for index in range(4)))])
+    output = tmp_path / "out.jsonl"
+    rollout(config, prompts[2:], output, tokenizer, FakePool(tokenizer))
+    rollout(config, prompts[:2], output, tokenizer, FakePool(tokenizer))
+    assert [row["id"] for row in lines(output)] == ["p2", "p3", "p0", "p1"]
 
 
 def test_other_settings_are_refused_by_name(tmp_path, config, tokenizer):
