@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from store.contract import StateContract, require_same
 from store.objects import Gone, ObjectStore, Torn
 
 PIECE = 64 << 20  # bytes
+ALONE = 4 << 20  # bytes up to which another thread would cost more than it hides
 INFINITY = {  # its bits, and the integers to read them as
     torch.float32: (0x7F800000, np.int32, np.uint32),
     torch.bfloat16: (0x7F80, np.int16, np.uint16),
@@ -54,24 +56,24 @@ class Manifest(BaseModel):
 def put_slice(store: ObjectStore, name: str, part: int, states: Tensor, start: int, encoding: str = "raw") -> Slice:
     """Put `states` [t, m+1, H], those of tokens start..start+t, as one object of the sample `name`.
 
-    `encoding`: the codec of the contract that the sample will be published by. Raises Full, Gone; Torn (`non_finite`), and
-    nothing is put.
+    `encoding`: the codec of the contract that the sample will be published by. Its bytes are examined while the store takes them.
+    Raises Full, Gone; Torn (`non_finite`). Nothing stays where it fails.
     """
-    piece, data = _encode(name, part, states, start, encoding)
-    store.put(piece.object, data)
-    return piece
-
-
-def _encode(name: str, part: int, states: Tensor, start: int, encoding: str) -> tuple[Slice, memoryview]:
     if not 0 <= part < MAX_PARTS:
         raise ValueError(f"{name}: part {part} is outside 0..{MAX_PARTS - 1}")
     data = bytes_of(states if encoding == "raw" else codec.encode(encoding, states))
-    check, finite = examine(states) if encoding == "raw" else (checksum(data), all_finite(states))
+    look = partial(examine, states) if encoding == "raw" else lambda: (checksum(data), all_finite(states))
+    piece = f"{name}/{part}"
+    with ThreadPoolExecutor(1, "examine") as examiner:
+        examined = examiner.submit(look) if data.nbytes > ALONE else None
+        store.put(piece, data)
+        check, finite = examined.result() if examined else look()
     if not finite:
-        raise Torn(f"{name}: states are not finite", cause="non_finite")
-    stop = start + len(states)
-    piece = Slice(object=f"{name}/{part}", start=start, stop=stop, codec=encoding, bytes=data.nbytes, checksum=check)
-    return piece.model_copy(update={"finite": encoding == "raw"}), data
+        with suppress(Gone):
+            store.remove([piece])
+        raise Torn(f"{piece}: states are not finite", cause="non_finite")
+    stop, seen = start + len(states), encoding == "raw"
+    return Slice(object=piece, start=start, stop=stop, codec=encoding, bytes=data.nbytes, checksum=check, finite=seen)
 
 
 def publish(store: ObjectStore, name: str, contract: StateContract, token_ids: list[int], slices: list[Slice]) -> None:
@@ -88,26 +90,15 @@ def publish(store: ObjectStore, name: str, contract: StateContract, token_ids: l
 def put_sample(store: ObjectStore, name: str, contract: StateContract, token_ids: list[int], states: Tensor) -> None:
     """Put a whole sample [T, m+1, H] from one process and publish it; leaves nothing where it fails. Raises as those two do.
 
-    In pieces, so that one is examined while another is under way: here, and where it is fetched.
+    In pieces, so that one is proven while another is read where it is fetched.
     """
     tokens = max(1, PIECE * len(states) // max(1, states.nbytes), -(-len(states) // MAX_PARTS))
-    slices, puts, ours = [], [], []
-
-    def put(piece: Slice, data: memoryview) -> None:
-        store.put(piece.object, data)
-        ours.append(piece.object)
-
+    slices, ours = [], []
     try:
-        with ThreadPoolExecutor(1, "put") as putter:
-            for part, rows in enumerate(states.split(tokens)):
-                piece, data = _encode(name, part, rows, part * tokens, contract.codec)
-                slices.append(piece)
-                if piece.stop < len(states):
-                    puts.append(putter.submit(put, piece, data))  # while the next one is examined
-            put(piece, data)
-        for waiting in puts:
-            waiting.result()
-        ours.insert(0, f"{name}/manifest")  # before, the name might have been taken: whoever has it keeps its manifest
+        for part, rows in enumerate(states.split(tokens)):
+            slices.append(put_slice(store, name, part, rows, part * tokens, contract.codec))
+            ours.append(slices[-1].object)
+        ours.insert(0, f"{name}/manifest")  # not before: the name might have been taken, and whoever has it keeps its manifest
         publish(store, name, contract, token_ids, slices)
     except Exception:
         with suppress(Gone):  # what stays then has no consumer, and the store sweeps such

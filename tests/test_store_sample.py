@@ -63,8 +63,10 @@ def test_any_cut_into_slices_is_the_same_sample(tmp_path_factory, data, dtype):
     assert torch.equal(out, made)
 
 
+@pytest.mark.parametrize("alone", [0, sample.ALONE])  # examined in another thread, or in this one
 @pytest.mark.parametrize("rows", [1, 4, 5, 6, 100])
-def test_a_sample_goes_in_pieces_and_leaves_none_where_it_fails(store, tmp_path, monkeypatch, rows):
+def test_a_sample_goes_in_pieces_and_leaves_none_where_it_fails(store, tmp_path, monkeypatch, rows, alone):
+    monkeypatch.setattr(sample, "ALONE", alone)
     made, out = states(), states(seed=1)
     size = made[0].nbytes
     monkeypatch.setattr(sample, "PIECE", rows * size)
@@ -129,7 +131,9 @@ def test_overwritten_object(store, tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("codec", ["raw", "fp8"])
-def test_not_finite(store, value, codec, monkeypatch):
+@pytest.mark.parametrize("alone", [0, sample.ALONE])
+def test_not_finite(store, value, codec, alone, monkeypatch):
+    monkeypatch.setattr(sample, "ALONE", alone)
     made = states()
     made[4, 1, 2] = value
     with pytest.raises(Torn) as caught:
