@@ -22,6 +22,7 @@ from configs.load import ConfigError
 from configs.schema import Config
 from extract import k3_capture
 from store.contract import StateContract
+from store.files import scratch
 from store.verifier import fingerprint, text_config
 
 SUPPORTED = "0.32."  # the connector's interface calls itself experimental: another release has to be tried first
@@ -87,7 +88,9 @@ def run(config: Config, node_rank: int = 0, master_addr: str = "127.0.0.1", mast
         _use_plugin()
     if node_rank:
         threading.Thread(target=_end_with, args=(master_addr, master_port), daemon=True).start()
-    serve(flags)
+    with scratch("dspark-vllm") as folder:  # vLLM does not remove its sockets
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
+        serve(flags)
     return 0
 
 

@@ -153,4 +153,5 @@ def test_sigterm_loses_none_of_those_taken(vllm_extractor):
     assert set(lost) <= {"draining"} and len(lost) < count, lost  # not taken, and told so at once
     assert running.process.wait(120) == 0, running.log.read_text()
     assert not list((running.config.run_dir / "extractors").glob("*")) and store.usage().keys == 0
+    assert not [path for path in running.recipe.with_name("tmp").rglob("*") if path.is_socket()]
     pool.close()
