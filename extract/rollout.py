@@ -133,7 +133,7 @@ def _line(row: dict) -> bytes:
 
 
 def converse(
-    config: Config, tokenizer, pool: Pool | StateSource, done: dict[str, dict], prompt: Prompt
+    config: Config, tokenizer, pool: Pool | StateSource, retries: Counter[str], done: dict[str, dict], prompt: Prompt
 ) -> Iterator[dict | tuple[Prompt, int, Exception]]:
     """Rows of the turns that are not `done`, and for a turn that cannot be answered: its prompt, turn and reason.
 
@@ -151,7 +151,7 @@ def converse(
             messages.append(user)
             row = done.get(prompt.row_id(turn))
             if row is None:
-                row = answer(config, tokenizer, pool, prompt.row_id(turn), ids, messages)
+                row = answer(config, tokenizer, pool, retries, prompt.row_id(turn), ids, messages)
                 yield row
             elif row["prompt_ids"] != ids:
                 raise RolloutError(f"prompt {prompt.row_id(turn)!r} is not the one that was answered; give another --output")
@@ -162,11 +162,13 @@ def converse(
         before = row
 
 
-def answer(config: Config, tokenizer, pool: Pool | StateSource, row_id: str, ids: list[int], messages: list[dict]) -> dict:
+def answer(
+    config: Config, tokenizer, pool: Pool | StateSource, retries: Counter[str], row_id: str, ids: list[int], messages: list[dict]
+) -> dict:
     """One answered turn. Raises ExtractionError for a prompt that cannot be answered, NoStates where nobody answers."""
     settings, seed = config.rollout, zlib.crc32(f"{config.seed}/{row_id}".encode())  # the same in any order
     sampling = settings.model_dump(include=SAMPLING) | {"seed": seed}
-    response, reason = persist(config.pool, lambda _: pool.complete(ids, settings.max_tokens, **sampling), Counter())
+    response, reason = persist(config.pool, lambda _: pool.complete(ids, settings.max_tokens, **sampling), retries)
     messages, text = [*messages, assistant_message(tokenizer, response)], tokenizer.decode(response, skip_special_tokens=True)
     return dict(id=row_id, prompt_ids=ids, response_ids=response, finish_reason=reason, messages=messages, text=text)
 
@@ -186,14 +188,15 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
         "seed": config.seed if sampling.temperature else None,
     }
     rows = [prompt.row_id(turn) for prompt in prompts for turn in range(len(prompt.turns))]
-    progress, counts = Progress(), Counter[str]()
+    progress, counts, retries = Progress(), Counter[str](), Counter[str]()
     with continued(output, settings) as (file, done):
         already, answered, tokens = sum(row in done for row in rows), 0, 0
 
         def line() -> str:
-            return f"rollout: {already + answered} of {len(rows)} answers, {tokens / progress.seconds():.0f} tok/s"
+            again = "".join(f", tried again: {times} {cause}" for cause, times in dict(retries).items())
+            return f"rollout: {already + answered} of {len(rows)} answers, {tokens / progress.seconds():.0f} tok/s{again}"
 
-        work = partial(converse, config, tokenizer, answers, dict(done))
+        work = partial(converse, config, tokenizer, answers, retries, dict(done))
         for result in in_threads(work, prompts, config.rollout.concurrency):
             if isinstance(result, dict):
                 file.write(_line(result))

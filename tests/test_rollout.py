@@ -159,12 +159,13 @@ def test_other_settings_are_refused_by_name(tmp_path, config, tokenizer):
         rollout(config, prompts, foreign, tokenizer, FakePool(tokenizer))
 
 
-def test_what_cannot_be_answered_is_counted_and_what_can_is_tried_again(tmp_path, config, tokenizer):
+def test_what_cannot_be_answered_is_counted_and_what_can_is_tried_again(tmp_path, config, tokenizer, capsys):
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"concurrency": 1})})
     prompts = read_prompts([prompts_file(tmp_path, *({"id": name, "turns": ["Hi", "Ho"]} for name in "ab"))])
     output = tmp_path / "out.jsonl"
     assert rollout(config, prompts, output, tokenizer, FakePool(tokenizer, fail=Counter(too_long=1))) == {"too_long": 2, "stop": 2}
     assert rollout(config, prompts, output, tokenizer, FakePool(tokenizer, fail=Counter(unreachable=2))) == {"stop": 4}
+    assert "tried again: 2 unreachable" in capsys.readouterr().err
     output.unlink()
     config = config.model_copy(update={"pool": config.pool.model_copy(update={"deadline_s": 0.01})})  # who is away has come back by then
     with pytest.raises(NoStates, match="attempts failed, the last one: unreachable"):
