@@ -5,7 +5,7 @@ tensor-parallel rank. A request that names a sample (`kv_transfer_params: {"samp
 
     scheduler   the request has finished: its blocks are held, the next step carries a Save to every rank
     each rank   copies its range of tokens out of the blocks (they are free again: a slow store holds no cache), then a writer
-                thread checks and puts it; what became of it goes back with a later step, also where it failed
+                thread puts and examines it; what became of it goes back with a later step, also where it failed
     scheduler   has every rank's report: publishes the manifest, or removes what was put, and tells the API server the verdict
 
 Requests that name no sample go the same way without a copy: whether they are finite is a verdict too. Aborted ones publish

@@ -21,8 +21,8 @@ from typing import Any
 from configs.load import ConfigError
 from configs.schema import Config
 from extract import k3_capture
+from extract.sockets import socket_folder
 from store.contract import StateContract
-from store.files import scratch
 from store.verifier import fingerprint, text_config
 
 SUPPORTED = "0.32."  # the connector's interface calls itself experimental: another release has to be tried first
@@ -88,7 +88,7 @@ def run(config: Config, node_rank: int = 0, master_addr: str = "127.0.0.1", mast
         _use_plugin()
     if node_rank:
         threading.Thread(target=_end_with, args=(master_addr, master_port), daemon=True).start()
-    with scratch("dspark-vllm") as folder:  # vLLM does not remove its sockets
+    with socket_folder() as folder:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", str(folder))
         serve(flags)
     return 0

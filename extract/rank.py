@@ -1,4 +1,4 @@
-"""One tensor-parallel rank's part in publishing: copy its tokens' states out of vLLM's cache, then check and put them.
+"""One tensor-parallel rank's part in publishing: copy its tokens' states out of vLLM's cache, then put and examine them.
 
 Blocks are held only for the copy: a slow store holds no cache. Whatever happens to a save, it is reported.
 """

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import IO
 
@@ -53,8 +54,8 @@ class Prompt:
 
 
 def read_prompts(files: list[Path]) -> list[Prompt]:
-    """All prompts, ids unique. Raises RolloutError with file and line."""
-    prompts: dict[str, Prompt] = {}
+    """All prompts, ids of their rows unique. Raises RolloutError with file and line."""
+    prompts, taken = [], set[str]()
     for file in files:
         try:
             lines = file.read_bytes().splitlines()
@@ -66,12 +67,14 @@ def read_prompts(files: list[Path]) -> list[Prompt]:
                     prompt = _prompt(json.loads(line))
                 except (ValueError, TypeError, KeyError) as error:
                     raise RolloutError(f'{file}:{number}: {error!r}; a line is {{"id": ..., "turns": ["..."]}}') from None
-                if prompt.id in prompts:
-                    raise RolloutError(f"{file}:{number}: id {prompt.id!r} is taken by an earlier prompt")
-                prompts[prompt.id] = prompt
+                rows = {prompt.row_id(turn) for turn in range(len(prompt.turns))}
+                if again := rows & taken:
+                    raise RolloutError(f"{file}:{number}: id {min(again)!r} is taken by an earlier prompt")
+                prompts.append(prompt)
+                taken |= rows
     if not prompts:
         raise RolloutError("--prompts: no prompt in " + ", ".join(map(str, files)))
-    return list(prompts.values())
+    return prompts
 
 
 def _prompt(row: dict) -> Prompt:
@@ -91,7 +94,9 @@ def continued(path: Path, settings: dict) -> Iterator[tuple[IO[bytes], dict[str,
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         if not try_lock(file) or not os.path.samestat(os.fstat(file.fileno()), path.stat()):  # or it has just put its rows in order
-            raise RolloutError(f"{path}: is being written by another process; give another --output")
+            raise RolloutError(f"{path}: is being written by another process; wait for it, or give another --output")
+        for left in path.parent.glob(f".{escape(path.name)}.*.[0-9]*"):  # of a process that was killed while it put rows in order
+            left.unlink()
         _agree(path, settings)
         yield file, _read(path)
 
@@ -123,9 +128,15 @@ def _put_in_order(path: Path, rows: list[str], done: dict[str, dict]) -> None:
     """The file anew, its rows in the order of `rows`; before them those of prompts that were not asked for this time."""
     asked = set(rows)
     order = [row for row in done if row not in asked] + [row for row in rows if row in done]
-    if order != list(done):
+    if order == list(done):
+        return
+    try:
         with appearing(path) as partial, partial.open("wb") as file:
             file.writelines(_line(done[row]) for row in order)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut could leave the new name without the old rows
+    except OSError as error:
+        raise RolloutError(f"{path}: has all answers, not yet in order ({error.strerror}); the same command puts them so") from None
 
 
 def _line(row: dict) -> bytes:
@@ -189,6 +200,7 @@ def rollout(config: Config, prompts: list[Prompt], output: Path, tokenizer, pool
     }
     rows = [prompt.row_id(turn) for prompt in prompts for turn in range(len(prompt.turns))]
     progress, counts, retries = Progress(), Counter[str](), Counter[str]()
+    output = output.resolve()  # a link to the file stays one
     with continued(output, settings) as (file, done):
         already, answered, tokens = sum(row in done for row in rows), 0, 0
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -21,32 +19,6 @@ def appearing(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def scratch(name: str) -> Iterator[Path]:
-    """A new folder "NAME-…" beside other temporary files. It is removed in the end; what killed processes left, by the next."""
-    for left in Path(tempfile.gettempdir()).glob(f"{name}-*"):
-        with suppress(OSError), _opened(left) as folder:  # another user's, or removed meanwhile
-            if try_lock(folder):
-                shutil.rmtree(left)
-    hidden = Path(tempfile.mkdtemp(prefix=f".{name}-"))
-    with _opened(hidden) as folder:
-        try_lock(folder)
-        path = hidden.rename(hidden.with_name(hidden.name[1:]))  # locked before anybody looks for it
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def try_lock(file: IO | int) -> bool:

@@ -67,11 +67,14 @@ def put_slice(store: ObjectStore, name: str, part: int, states: Tensor, start: i
     with ThreadPoolExecutor(1, "examine") as examiner:
         examined = examiner.submit(look) if data.nbytes > ALONE else None
         store.put(piece, data)
-        check, finite = examined.result() if examined else look()
-    if not finite:
-        with suppress(Gone):
-            store.remove([piece])
-        raise Torn(f"{piece}: states are not finite", cause="non_finite")
+        try:
+            check, finite = examined.result() if examined else look()
+            if not finite:
+                raise Torn(f"{piece}: states are not finite", cause="non_finite")
+        except Exception:
+            with suppress(Gone):
+                store.remove([piece])
+            raise
     stop, seen = start + len(states), encoding == "raw"
     return Slice(object=piece, start=start, stop=stop, codec=encoding, bytes=data.nbytes, checksum=check, finite=seen)
 

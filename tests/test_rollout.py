@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections import Counter
 
 import pytest
@@ -140,6 +141,35 @@ def test_rows_of_prompts_that_are_not_asked_for_are_kept(tmp_path, config, token
     assert [row["id"] for row in lines(output)] == ["p2", "p3", "p0", "p1"]
 
 
+def test_putting_in_order_loses_nothing(tmp_path, config, tokenizer, monkeypatch):
+    """A link stays one; without room all rows stay as they are; what a killed process left goes; who came too late is told."""
+    prompts = read_prompts([prompts_file(tmp_path, *({"id": f"p{index}", "turns": ["Hi"]} for index in range(4)))])
+    file, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    output.symlink_to(file)
+    rollout(config, prompts, output, tokenizer, FakePool(tokenizer))
+    data = file.read_bytes()
+    backwards = b"".join(line + b"\n" for line in data.split(b"\n")[-2::-1])
+    file.write_bytes(backwards)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(RolloutError, match="has all answers, not yet in order"):
+            rollout(config, prompts, output, tokenizer, FakePool(tokenizer))
+    assert file.read_bytes() == backwards and not list(tmp_path.glob(".*"))
+    (tmp_path / ".rows.jsonl.node1.77").write_text("half of them")
+    (tmp_path / ".rows.jsonl.swp").write_text("an editor's")
+    rollout(config, prompts, output, tokenizer, FakePool(tokenizer))
+    assert file.read_bytes() == data and output.is_symlink() and [path.name for path in tmp_path.glob(".*")] == [".rows.jsonl.swp"]
+
+    def late(opened) -> bool:
+        file.rename(tmp_path / "old")
+        file.write_bytes(data)
+        return True
+
+    monkeypatch.setattr("extract.rollout.try_lock", late)
+    with pytest.raises(RolloutError, match="written by another process"):
+        rollout(config, prompts, output, tokenizer, FakePool(tokenizer))
+
+
 def test_other_settings_are_refused_by_name(tmp_path, config, tokenizer):
     prompts, output = read_prompts([prompts_file(tmp_path, {"id": "a", "turns": ["Hi"]})]), tmp_path / "out.jsonl"
     rollout(config, prompts, output, tokenizer, FakePool(tokenizer))
@@ -180,6 +210,7 @@ def test_what_cannot_be_answered_is_counted_and_what_can_is_tried_again(tmp_path
         ('{"id": "a"}', "prompts.jsonl:1: KeyError"),
         ('{"id": "a", "turns": []}', "end with a user's turn"),
         ('{"id": "a", "turns": ["x"]}\n{"id": "a", "turns": ["y"]}', "prompts.jsonl:2: id 'a' is taken"),
+        ('{"id": "a", "turns": ["x", "y"]}\n{"id": "a/2", "turns": ["z"]}', "prompts.jsonl:2: id 'a/2' is taken"),
     ],
 )
 def test_bad_prompts_are_one_line(tmp_path, text, message):

@@ -129,6 +129,16 @@ def test_overwritten_object(store, tmp_path):
     refused(store, "checksum")
 
 
+@pytest.mark.parametrize("alone", [0, sample.ALONE])
+def test_nothing_stays_of_what_cannot_be_examined(store, alone, monkeypatch):
+    monkeypatch.setattr(sample, "ALONE", alone)
+    monkeypatch.setattr(sample, "examine", lambda states: bytearray(-1))
+    for put in (lambda: put_slice(store, NAME, 0, states(), 0), lambda: put_sample(store, NAME, contract(), TOKENS, states())):
+        with pytest.raises(ValueError, match="negative"):
+            put()
+        assert store.usage().keys == 0
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("codec", ["raw", "fp8"])
 @pytest.mark.parametrize("alone", [0, sample.ALONE])
