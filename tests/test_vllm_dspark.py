@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from functools import cache
@@ -100,17 +101,17 @@ def serving(verifier: str, folder: Path, record: Path, **speculative):
         "RECORD_DRAFTS": str(record),
     }
     log = record.with_suffix(".log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-    try:
-        until = time.monotonic() + 600
-        while not answers(f"http://127.0.0.1:{port}/health"):
-            assert process.poll() is None and time.monotonic() < until, log.read_text()[-6000:]
-            time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(120)
+    with tempfile.TemporaryDirectory() as scratch, log.open("wb") as output:  # where it leaves its sockets
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env | {"TMPDIR": scratch})
+        try:
+            until = time.monotonic() + 600
+            while not answers(f"http://127.0.0.1:{port}/health"):
+                assert process.poll() is None and time.monotonic() < until, log.read_text()[-6000:]
+                time.sleep(0.5)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(120)
 
 
 def answers(url: str) -> bool:
