@@ -17,7 +17,9 @@ LONGEST = 45  # bytes of the folder for temporary files: a socket's path has 107
 @contextmanager
 def socket_folder() -> Iterator[Path]:
     """A new folder for sockets among this node's temporary files. It goes in the end; what a killed process left, with the next."""
-    where = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= LONGEST else "/tmp")
+    where = Path(tempfile.gettempdir())
+    if len(os.fsencode(where)) > LONGEST:
+        where = Path("/tmp")
     name = f"dspark-{zlib.crc32(os.uname().nodename.encode()):08x}-"  # nodes that share the place need not see each other's locks
     for left in where.glob(f"{name}*"):
         with suppress(OSError), _opened(left) as descriptor:  # another user's, or gone meanwhile

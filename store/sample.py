@@ -96,16 +96,15 @@ def put_sample(store: ObjectStore, name: str, contract: StateContract, token_ids
     In pieces, so that one is proven while another is read where it is fetched.
     """
     tokens = max(1, PIECE * len(states) // max(1, states.nbytes), -(-len(states) // MAX_PARTS))
-    slices, ours = [], []
+    slices: list[Slice] = []
     try:
         for part, rows in enumerate(states.split(tokens)):
             slices.append(put_slice(store, name, part, rows, part * tokens, contract.codec))
-            ours.append(slices[-1].object)
-        ours.insert(0, f"{name}/manifest")  # not before: the name might have been taken, and whoever has it keeps its manifest
         publish(store, name, contract, token_ids, slices)
     except Exception:
-        with suppress(Gone):  # what stays then has no consumer, and the store sweeps such
-            store.remove(ours)
+        if slices:  # else the name may be taken, and whoever has it keeps its manifest
+            with suppress(Gone):  # what stays then has no consumer, and the store sweeps such
+                store.remove([f"{name}/manifest", *(piece.object for piece in slices)])
         raise
 
 
