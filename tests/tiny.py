@@ -88,11 +88,10 @@ class RunningExtractor:
 
 def start_extractor(recipe: Path, timeout_s: float = 600) -> RunningExtractor:
     config = load(recipe)
-    log, scratch = recipe.with_name("extractor.log"), recipe.with_name("tmp")
-    scratch.mkdir(exist_ok=True)
+    log = recipe.with_name("extractor.log")
     with log.open("wb") as output:
         command = [sys.executable, "-m", "extract.serve", str(recipe)]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=python_environment() | {"TMPDIR": str(scratch)})
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=python_environment())
     until = time.monotonic() + timeout_s
     while not (files := list((config.run_dir / "extractors").glob("*.json"))):
         if process.poll() is not None or time.monotonic() > until:
