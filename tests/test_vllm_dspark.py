@@ -122,7 +122,7 @@ def answers(url: str) -> bool:
 
 
 def blocks_of_engine(url: str, verifier: str, prompts: list[list[int]], record: Path) -> list[dict]:
-    """Of each prompt: the response, and the blocks as (position of the anchor, drafts)."""
+    """Of each prompt: the response, the blocks as (position of the anchor, drafts), and their hidden states by the anchor."""
     results = []
     for prompt in prompts:
         record.write_text("")
@@ -130,7 +130,8 @@ def blocks_of_engine(url: str, verifier: str, prompts: list[list[int]], record: 
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600, trust_env=False).raise_for_status().json()
         lines = [json.loads(line) for line in record.read_text().splitlines()]
         blocks = [(line["anchor"], line["drafts"]) for line in lines]
-        results.append({"response": answer["choices"][0]["token_ids"], "blocks": blocks})
+        hidden = {line["anchor"]: torch.tensor(line["hidden"]) for line in lines}
+        results.append({"response": answer["choices"][0]["token_ids"], "blocks": blocks, "hidden": hidden})
     return results
 
 
@@ -138,20 +139,27 @@ def blocks_of_closed_loop(config, folder: Path, prompts: list[list[int]]) -> lis
     draft = load_draft(folder)
     verifier = HFVerifier(config.verifier.path, "float32", draft.spec.taps)
     frozen = FrozenVerifier.load(config.verifier.path, torch.float32, verifier.device, draft.kept)
-    blocks, propose = [], decode.propose
+    blocks, hidden, propose, block = [], {}, decode.propose, draft.block
 
     def recorded(draft, frozen, context, tokens, anchors, sampler):
         drafts, p = propose(draft, frozen, context, tokens, anchors, sampler)
         blocks.append((int(anchors), drafts[0].tolist()))
         return drafts, p
 
+    def hidden_of(slots, anchors, context):
+        out = block(slots, anchors, context)
+        hidden[int(anchors)] = out[0, 0]
+        return out
+
     results = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(decode, "propose", recorded)
+        patched.setattr(draft, "block", hidden_of)
         for prompt in prompts:
             blocks.clear()
+            hidden.clear()
             (result,) = decode.speculate(verifier, draft, frozen, [prompt], TOKENS)
-            results.append({"response": result.response_ids, "blocks": list(blocks), "accepted": result.accepted})
+            results.append({"response": result.response_ids, "blocks": list(blocks), "hidden": dict(hidden), "accepted": result.accepted})
     return results
 
 
@@ -164,6 +172,9 @@ def same_blocks(engine: list[dict], ours: list[dict]) -> float:
 def assert_same_blocks(engine: list[dict], ours: list[dict]) -> None:
     assert [result["response"] for result in engine] == [result["response"] for result in ours]
     assert same_blocks(engine, ours) == 1
+    for theirs, mine in zip(engine, ours):  # tokens alone would hide what is small: a norm's weights of another layer
+        for anchor, hidden in mine["hidden"].items():
+            torch.testing.assert_close(theirs["hidden"][anchor], hidden, rtol=0, atol=5e-5)
     accepted = [count for result in ours for count in result["accepted"]]
     assert 0.5 < sum(accepted) / len(accepted) < 5.5  # else equality would say little
 

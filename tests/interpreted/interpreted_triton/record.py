@@ -1,4 +1,4 @@
-"""A plugin for vLLM: each block that a DSpark draft proposes becomes a line of the file $RECORD_DRAFTS."""
+"""A plugin for vLLM: each block that a DSpark draft proposes, with its hidden states, becomes a line of the file $RECORD_DRAFTS."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ def install() -> None:
     def recorded(self, num_reqs, head_hidden):
         sample(self, num_reqs, head_hidden)
         slots = self.num_speculative_steps
+        hidden = head_hidden[self.sample_indices[: num_reqs * slots]].view(num_reqs, slots, -1)
         with open(path, "a") as file:
             for request in range(num_reqs):
                 anchor = int(self.sample_pos[request * slots]) - 1
-                file.write(json.dumps({"anchor": anchor, "drafts": self.draft_tokens[request, :slots].tolist()}) + "\n")
+                drafts = self.draft_tokens[request, :slots]
+                line = {"anchor": anchor, "drafts": drafts.tolist(), "hidden": hidden[request].tolist()}
+                file.write(json.dumps(line) + "\n")
 
     DSparkSpeculator._sample_sequential = recorded
